@@ -1,11 +1,11 @@
-"""Train at up to eight sites that come and go, each in a network namespace. As root.
+"""Train at up to eight sites that come and go, each in a network namespace. Needs root.
 
     python benchmarks/elastic/churn.py calm --rounds 250      four steady sites, simulated
     python benchmarks/elastic/churn.py --minutes 30           100 events, and the record
 
 The calm run uses the same data, learner, codec and outer step in one process, and writes to
-build/churn. The churn run's loss is compared with it at equal tokens. With one story a step, calm
-runs with other orders of the data would differ by more than the goal. Checks:
+build/churn. The churn run's loss is compared with it at equal tokens. A step takes four stories,
+because with one the order of the data alone changes the loss by more than the goal. Checks:
 - The rounds go on. No site ends by itself.
 - All sites of a round report the digest in the coordinators' log.
 - No document is trained twice: no two phases share a place in the data, and all match the log.

@@ -188,7 +188,7 @@ def test_a_run_whose_data_file_is_missing_is_refused_with_that_file_and_its_impo
     assert pipeline.broken["reverse_text"] == lost
     for target, says in (
         ("reverse_text", f"run 'reverse_text': its spec cannot be evaluated: {lost}"),
-        ("again_1", r"run 'again_1': its spec cannot be evaluated\. Correct first: .*again\.json"),
+        ("again_1", r"run 'again_1': its spec cannot be evaluated\. First correct .*again\.json"),
         ("zzzz", "is neither a run nor a group of runs"),
     ):
         says = re.escape(says) if target == "reverse_text" else says

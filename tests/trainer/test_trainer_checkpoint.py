@@ -488,7 +488,9 @@ def test_checkpoints_that_the_disk_cannot_hold_end_the_stage_at_its_start(
     with StageCheckpoints(ctx, learner, "rl"):
         pass
     disk["free"] -= 1
-    refused = rf"the next {count} of .* on the disk of {tmp_path}, .*checkpoint\.keep \({keep}\)"
+    refused = (
+        rf"the next {count} checkpoints .* on the disk of {tmp_path}, .*checkpoint\.keep \({keep}\)"
+    )
     with pytest.raises(RunFailed, match=refused), StageCheckpoints(ctx, learner, "rl"):
         pass
 

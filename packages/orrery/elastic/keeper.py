@@ -29,7 +29,7 @@ from orrery.runtime.timing import scaled
 
 POLL_S = 0.2
 RETRY_S = 5.0
-READY_S = 60.0  # maximum wait for a keeper's start, beside `bind_s`
+READY_S = 60.0  # maximum wait for a keeper's start, plus `bind_s`
 NICE = 10  # low priority: peers' requests must not slow the trainer
 
 
@@ -89,7 +89,7 @@ def _start(options: KeeperOptions, stdout: int) -> "subprocess.Popen[bytes]":
 
 
 def _failure(process: "subprocess.Popen[bytes]", within_s: float) -> str:
-    """Return why the keeper cannot serve, or "" if it serves or has not started `within_s`."""
+    """Return why the keeper cannot serve, or "" if it serves or is silent for `within_s`."""
     assert process.stdout is not None
     with process.stdout as answers:
         if not select.select([answers], [], [], within_s)[0]:
@@ -112,7 +112,7 @@ class _Door:
         self._server: SnapshotServer | None = None
 
     def open(self) -> None:
-        """Serve, unless it does or has no host. Raise OSError if the port is taken."""
+        """Start the server, unless it runs or has no host. Raise OSError if the port is taken."""
         options = self._options
         if self._server is None and options.host:
             files = Certificates(*(Path(each) for each in options.certificates))
@@ -150,7 +150,7 @@ def keep(options: KeeperOptions) -> None:
 
 
 def _opened(door: _Door, within_s: float) -> str:
-    """Open the door. Return the error if the port is not free `within_s`, or ""."""
+    """Open the door. Return the error if the port stays taken for `within_s`, or ""."""
     end_s = time.monotonic() + within_s
     while True:
         try:

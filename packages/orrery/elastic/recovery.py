@@ -181,8 +181,8 @@ def fetch_state(
     """Fetch the newest committed state from all peers. Return the snapshot's folder.
 
     `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
-    digest). Raise FetchFailed after `deadline_s` without a new block, or if peers have only newer
-    states.
+    digest). Raise FetchFailed after `deadline_s` without a new block, or if all peers are past
+    the wanted round.
     """
     end_s, reason, num_fetched = time.monotonic() + deadline_s, "no peer is live", 0
     while True:

@@ -237,7 +237,7 @@ class Pipeline:
         if target in self.broken:
             return f"its spec cannot be evaluated: {self.broken[target]}"
         if self.broken and self.workspace.manifest_path(target).is_file():
-            return f"its spec cannot be evaluated. Correct first: {'; '.join(self.broken.values())}"
+            return f"its spec cannot be evaluated. First correct {'; '.join(self.broken.values())}"
         hint = _near(target, self.folders, "`ls manifests jsonnet/runs` shows all names")
         return f"is neither a run nor a group of runs; {hint}"
 

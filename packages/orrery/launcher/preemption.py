@@ -181,8 +181,8 @@ def _forbid_requeue(run_dir: Path) -> None:
         )
     if status.state != "running" or status.stage != "rl":
         raise OrreryError(
-            f"{run_dir.name}: --checkpoint is for the rl stage, but the {status.stage} stage is "
-            f"{status.state}. Type `orrery stop {run_dir.name}`"
+            f"{run_dir.name}: --checkpoint needs a running rl stage, but the {status.stage} stage "
+            f"is {status.state}. Type `orrery stop {run_dir.name}`"
         )
     no_requeue_path(run_dir, "rl").touch()
 

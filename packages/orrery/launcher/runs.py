@@ -364,13 +364,13 @@ def _stand(made: Path, run: Run, other: Run) -> str:
 
 
 def _bound(before: Manifest, after: Manifest) -> tuple[str, ...]:
-    """Return the fields under FREE that change what such runs learn."""
+    """Return the fields under FREE that affect learning here."""
     sft, elastic, found = after.stages.sft, after.trainer.elastic, list(BOUND)
     if sft is not None and before.max_text_tokens != after.max_text_tokens:
         data = (sft.data, sft.validation.data) if sft.validation else (sft.data,)
         if any(each.kind == "text" for each in data):
             found.append("trainer.memory.max_tokens_per_micro_batch")
-    if elastic is not None and elastic.delay_steps:  # a checkpoint ends the delay of its round
+    if elastic is not None and elastic.delay_steps:  # a checkpoint applies a delayed round early
         found.append("trainer.checkpoint.interval_steps")
     return tuple(found)
 

@@ -174,7 +174,7 @@ class RunningStage:
             print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Write a line into the launcher's log, unless that fails: a full disk must not end it."""
+        """Write a line into the launcher's log. Ignore errors, such as those of a full disk."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), open(log_path(self.run_dir, "launcher.0"), "a") as log:
             log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")

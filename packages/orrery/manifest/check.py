@@ -90,7 +90,7 @@ def sentence(error: ValidationError) -> str:
 
 
 def _num_mistakes(errors: list[Any]) -> int:
-    """Count a mistake once, though each copy of a problem (training, evaluation, SFT) has it."""
+    """Count distinct mistakes. Training, evaluation and SFT copies of a task repeat them."""
 
     def follows(e: Any) -> bool:  # pydantic drops wrong items, and then finds the tuple too short
         inside = (o["loc"] for o in errors if len(o["loc"]) > len(e["loc"]))

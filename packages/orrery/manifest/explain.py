@@ -160,7 +160,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A line that sets a field, under all its keys. `literal`: (value,), or None if computed."""
+    """A line that sets the field at `keys`. `literal`: (value,), or None if computed."""
 
     keys: tuple[str, ...]
     line: int

@@ -40,7 +40,7 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-# Orrery overwrites only files with this text and the digest of the other lines in line 1.
+# Orrery overwrites only files whose line 1 has this text and the other lines' digest.
 WRITTEN = "Written by `orrery "
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # maximum attempts to make a run fit into memory

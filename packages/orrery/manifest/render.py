@@ -103,7 +103,7 @@ class Evaluator:
         return name, _FAILS
 
     def _importer(self, name: str) -> str:
-        """Return the place of the import of `name`, as Jsonnet gives a lost `importstr` none."""
+        """Return the place that imports `name`. Jsonnet gives none for a lost `importstr` file."""
         wanted = re.compile(rf"""\bimport(?:str|bin)?\s*(['"]){re.escape(name)}\1""")
         for path in self.closure:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -258,7 +258,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If a run is refused by the library, evaluate one by one, so that the error names the run."""
+    """If the library refuses a run, evaluate the runs one by one, so that the error names it."""
     try:
         yield
     except OrreryError as error:

@@ -62,7 +62,7 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
 
 
 def decode_floats(value: Any) -> Any:
-    """Replace {"__float__": "Infinity"}, as transformers does when it reads `config.json`."""
+    """Replace {"__float__": "Infinity"} and the like by floats, as transformers does."""
     if isinstance(value, list):
         return [decode_floats(one) for one in value]
     if not isinstance(value, dict):
@@ -311,7 +311,7 @@ class HuggingFaceLm(CausalLm):
             if buffer.isnan().any():
                 raise OrreryError(
                     f"model.hf_config: transformers does not say how to compute {name}. "
-                    "It is not built"
+                    "Choose another model"
                 )
 
     @torch.no_grad()
@@ -354,7 +354,7 @@ class _BodyOutput:
 
 
 class _PassthroughBody(nn.Module):
-    """Return inputs unchanged. Numbers are the body's, and other attributes this module."""
+    """Return inputs unchanged. Numeric attributes are the body's. Any other returns `self`."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -489,8 +489,8 @@ def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | t
         patterns = [pattern for pattern in matched if pattern]
     if not patterns or len(patterns) < num_parts:
         raise OrreryError(
-            f"model.hf_config.model_type {network.config.model_type!r}: its files split {name} in "
-            f"another way than expert by expert in even parts, which is not supported. "
+            f"model.hf_config.model_type {network.config.model_type!r}: its files do not store "
+            f"{name} as equal parts of each expert, which is not supported. "
             "Choose a model whose files have the same tensors as its network"
         )
     return patterns[0] if num_parts == 1 else tuple(patterns)

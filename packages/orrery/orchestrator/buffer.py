@@ -89,7 +89,7 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def drop_engines(self, is_dropped: Callable[[int], bool], reason: str) -> int:
-        """Drop groups with a rollout of such an engine. Return the number of rollouts."""
+        """Drop groups with a rollout of a dropped engine. Return the number of rollouts."""
         num_dropped = 0
         for groups in (self.queue, self.spare):
             kept = [group for group in groups if not any(is_dropped(one.engine) for one in group)]

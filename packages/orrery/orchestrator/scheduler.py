@@ -273,7 +273,7 @@ class Scheduler:
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
-            # Other sites get new numbers in this attempt, and a site may be refused meanwhile.
+            # Attempts renumber other sites, and one may be refused after this snapshot.
             num_own = manifest.inference.num_replicas
             self.buffer.drop_engines(lambda each: each >= num_own, "site_of_past_attempt")
 

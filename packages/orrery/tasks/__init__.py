@@ -113,8 +113,8 @@ def _without_kinds(loc: Sequence[int | str], given: Any) -> Iterator[int | str]:
 class FewShot:
     """A task that puts solved examples before each problem of an inner task.
 
-    An example of the same problem is left out. A spare example then takes its place. System prompts
-    become one message at the start.
+    An example equal to the problem is replaced by a spare one. System prompts become one message
+    at the start.
     """
 
     class Args(Record):

@@ -59,7 +59,7 @@ def written(value: Any) -> str:
 
 
 def filled(template: str, row: dict[str, Any], text: Callable[[Any], str] = written) -> str:
-    """Replace each `{column}` by `text` of the row's value. Doubled braces become single."""
+    """Replace each `{column}` by `text(row[column])`. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
         if not found[1]:
@@ -176,7 +176,7 @@ class Dataset(SingleTurn):
     def _side_of(self, row: dict[str, Any]) -> Split:
         match self.args.held_out:
             case Fraction(fraction=fraction):
-                # `str`, not `written`: another text would move rows to the other side.
+                # `str`, not `written`: another text would change the hash, hence the side.
                 return split_of(filled(self.args.prompt, row, str), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
@@ -388,8 +388,8 @@ class Dataset(SingleTurn):
             if both := self._kept[np.isin(own, digests).any(axis=1)].tolist():
                 advice = (
                     "held_out of kind fraction divides the rows by `prompt` and `fraction`; give "
-                    "both tasks the same, use held_out of kind column, or leave these rows out of "
-                    "one task by `where`"
+                    "both tasks equal ones, use held_out of kind column, or leave these rows "
+                    "out of one task by `where`"
                 )
                 kind = f"evaluation rows are rows of {path} too"
                 raise OrreryError(self._sentence(kind, both, advice, len(own)))

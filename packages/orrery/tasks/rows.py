@@ -30,7 +30,7 @@ class DataRows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return row `index`.
 
-        Raise ValueError if the row is not an object, too deep or has half of a surrogate pair.
+        Raise ValueError if the row is no object, is too deep, or has a lone surrogate.
         """
 
     def place(self, index: int) -> str:

@@ -108,8 +108,8 @@ class ScorerPool:
                     raise JudgeBroken(
                         f"the process that scores answers of kind {scorer.kind} gave {score} to a "
                         f"known answer that is worth {known:g}. Rewards since the last such check "
-                        "may be wrong. Go back to a checkpoint before it, or install the packages "
-                        "that the lock names, then run again"
+                        "may be wrong. Install the packages that the lock names, then run again "
+                        "from a checkpoint before that check"
                     )
             scorer.num_until_canary = CANARY_EVERY
         scorer.num_until_canary -= 1
@@ -144,7 +144,7 @@ def _canary(kind: str) -> tuple[Any, str, str]:
     """Return a request, a right and a wrong answer."""
     if kind == "verdict":
         return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
-    import reasoning_gym  # slow, so runs without its families do without
+    import reasoning_gym  # slow, and only its families need it
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
     return [CANARY, {}, 0, item["question"]], item["answer"], "[]"

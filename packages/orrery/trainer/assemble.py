@@ -44,7 +44,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0
-SPARE_WAVES = 4  # rollout timeouts for restarts, updates and rollouts that become stale
+SPARE_WAVES = 4  # extra waves for restarts, updates and stale rollouts
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -148,7 +148,8 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 def batch_deadline_s(manifest: Manifest) -> float:
     """Return the maximum seconds from the request of a batch to its arrival.
 
-    A batch needs several waves of rollouts if fewer are in flight. An evaluation goes first.
+    If fewer rollouts are in flight than a batch needs, it takes several waves. An evaluation goes
+    first.
     """
     orchestrator, tasks = manifest.orchestrator, manifest.tasks.evaluation
     evaluation, admission = orchestrator.evaluation, orchestrator.admission

@@ -126,7 +126,7 @@ class SiteTraining:
             self._shards = msgspec.structs.replace(held.shards, holders={})
             if learner.outer_start:
                 self._loop.fragment_tokens = held.tokens
-        self._is_restarted = False  # from a checkpoint, without the sites of that time
+        self._is_restarted = False  # no site here was in the checkpoint's round
         self._is_resumed_rl = ctx.stage == "rl" and self._held > NO_ROUND
         self._inner_begin_s = time.monotonic()
 
@@ -230,7 +230,7 @@ class SiteTraining:
         self._inner_begin_s = time.monotonic()
 
     def _round(self) -> RoundRow | None:
-        """Return None if this site holds the state of SFT's last round."""
+        """Do the next round. Return None after SFT's last round."""
         while not self._is_over:
             try:
                 if self._loop.is_in_flight:
@@ -472,9 +472,9 @@ def fetched(
 
 
 def await_late(log: EpochLog, site_id: str, limit_s: float) -> bool:
-    """Wait while other live sites may fetch the state of member `site_id`.
+    """Wait until no live site that joins can fetch the state of member `site_id`.
 
-    Return False if one is left after `limit_s`, or if etcd fails.
+    Return False after `limit_s`, or if etcd fails.
     """
     end_s = log.now_s() + limit_s
     try:

@@ -15,7 +15,7 @@ from orrery.manifest.schema.model import (
 )
 
 DISK_PAGE_BYTES = 4096
-INDEXER_SCALE_BLOCK = 128  # numbers of an indexer key per scale, in vLLM
+INDEXER_SCALE_BLOCK = 128  # indexer-key values per scale, in vLLM
 
 
 class NoRouter(Record):

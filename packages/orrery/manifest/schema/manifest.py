@@ -84,7 +84,7 @@ class Manifest(Record):
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the tokens after which SFT on `kind` "text" cuts a text into parts."""
+        """Return the maximum tokens per part of a text in SFT on `kind` "text"."""
         limit = self.trainer.memory.max_tokens_per_micro_batch
         return min(limit, self.model.max_positions)
 

@@ -54,7 +54,7 @@ class Mesh(Record):
 
     @property
     def sample_multiple(self) -> int:
-        """Return the multiple of tokens to which ranks in zig-zag order pad each sample."""
+        """Return the tokens of which each sample's padded length is a multiple."""
         return 2 * self.cp if self.cp > 1 and self.cp_style != "ulysses" else 1
 
     def data_rank(self, rank: int) -> int:

@@ -398,7 +398,7 @@ class EnginePool:
                     try:
                         await self._update_one(index, leased, begin)
                     finally:
-                        del limits[index]  # an ended limit cannot be moved
+                        del limits[index]  # an exited timeout cannot be moved
             except TimeoutError as error:
                 raise EngineGone(
                     f"engine {index} hung in a transfer {scaled(ALONG_S):g} s after it had ended "

@@ -4,8 +4,8 @@
   percentile over the run's own rollouts, but at least a configured minimum.
 - Tokens drawn from the policy have E[log p] = −entropy. So the sum of x = log p + entropy over a
   site's rollouts must be within MAX_DEVIATIONS standard deviations of 0.
-- E[x²] is the variance of log p. So the sum of min(x², b), b = LARGEST², may exceed the sum V of
-  variances by √(2dbV) + ⅔db at most, d = −ln CHANCE (Bernstein's inequality). This refuses a site
+- E[x²] is the variance of log p. With V the sum of variances, b = LARGEST² and d = −ln CHANCE, the
+  sum of min(x², b) must be at most V + √(2dbV) + ⅔db (Bernstein's inequality). This refuses a site
   that adds unlikely tokens to likely ones until the sum of x is 0.
 """
 
@@ -25,7 +25,7 @@ PEAK = 10.0  # minimum bound of the largest difference, as a multiple of that of
 NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
 MAX_DEVIATIONS = 6.0
 LARGEST = 10.0  # nats
-CHANCE = 1e-9  # that an honest site's squares are refused
+CHANCE = 1e-9  # probability to refuse an honest site's squares
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class GuestJob:
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
-        """Let the run's engines draw the sample. Its length must not be the cause."""
+        """Let the run's engines draw the sample, for a cause other than its length."""
         if not self.result.done():
             self.result.set_result(None)
 
