@@ -6,7 +6,7 @@
 #   head's namespace, no way out), host name, processes, System V IPC, and mounts (/tmp, /var/tmp,
 #   /dev/shm, /run). No server of the cluster listens on an interface of this machine.
 # - All other folders under / are the shared file system. Users live in $ROOT/users. $ROOT/small is a
-#   shared disk of 32 MB for tests that fill it.
+#   shared disk of 160 MB for tests that fill it.
 # - `crash` is a power cut: every process of the node ends at once. `start` boots it again. `down`
 #   crashes all nodes and removes all files.
 # - `user` runs a command (default: a shell) as the unprivileged user on the head, in the user's copy of
@@ -184,7 +184,7 @@ up() {
     down
     [ ! -e /dev/fuse ] || chmod 666 /dev/fuse # apptainer mounts images through it as the user
     configure
-    mount -t tmpfs -o mode=1777,size=32m tmpfs "$ROOT/small"
+    mount -t tmpfs -o mode=1777,size=160m tmpfs "$ROOT/small"
     local node as_slurm=(within head runuser -u slurm --) mariadb=(mariadb --no-defaults --socket="$ROOT/database/socket")
     for node in head "${NODES[@]}"; do boot "$node"; done
     within head runuser -u munge -- munged --key-file="$ROOT/munge/key" --seed-file="$ROOT/munge/seed" \

@@ -6,6 +6,7 @@ Where it can, each test finishes its run after the failure.
 import json
 import re
 import time
+from contextlib import suppress
 
 import pytest
 from simulated import NODES, SLURM, Cluster, Run
@@ -391,6 +392,12 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(
     cluster.run("mkdir", "-p", "runs")
     cluster.run("ln", "-s", str(on_disk), f"runs/{folder}")
     terminal = run.start()
+    cluster.wait_until(
+        "a checkpoint is whole", lambda: [*on_disk.glob("checkpoints/**/COMPLETE")], 200
+    )
+    with suppress(OSError), (cluster.small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(1 << 16))
     assert terminal.wait(200) == 1
     assert re.search(
         r"error: .*(no space left|disk is full|cannot be written)", terminal.output, re.IGNORECASE

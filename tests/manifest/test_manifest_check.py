@@ -511,9 +511,8 @@ SENTENCES = [
         "model.moe.num_experts_per_token 9 exceeds num_experts 4; set it to at most that",
     ),
     (
-        broken("model.moe.num_dense_layers", 1, SPARSE),
-        "model.moe.num_dense_layers 1 leaves none of num_layers 1 with experts; set it to at most "
-        "0",
+        broken("model.moe.num_dense_layers", 2, SPARSE),
+        "model.moe.num_dense_layers 2 exceeds model.num_layers; set it to at most 1",
     ),
     (
         broken("model.mla", {**MLA, "nope_head_dim": 4}),

@@ -337,9 +337,9 @@ class StageCheckpoints:
         each = sum(self._learner.world.all_gather(self._writer.rank_bytes(self._learner)))
         if count * each > (free := shutil.disk_usage(run_dir).free):
             raise RunFailed(
-                f"trainer.checkpoint: the next {count} checkpoints ({each / 1e9:.1f} GB each) need "
-                f"{count * each / 1e9:.1f} GB on the disk of {run_dir}, which has "
-                f"{free / 1e9:.1f} GB free; remove unused folders in runs/, or lower "
+                f"trainer.checkpoint: the next {count} checkpoints ({each / 1e9:.3g} GB each) need "
+                f"{count * each / 1e9:.3g} GB on the disk of {run_dir}, which has "
+                f"{free / 1e9:.3g} GB free; remove unused folders in runs/, or lower "
                 f"trainer.checkpoint.keep ({keep})"
             )
 

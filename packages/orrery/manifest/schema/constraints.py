@@ -119,10 +119,10 @@ def _model_misfits(model: Model) -> Iterator[str]:
             f"model.moe.num_experts_per_token {moe.num_experts_per_token} exceeds num_experts "
             f"{moe.num_experts}; set it to at most that"
         )
-    if moe is not None and moe.num_dense_layers >= model.num_layers:
+    if moe is not None and moe.num_dense_layers > model.num_layers:
         yield (
-            f"model.moe.num_dense_layers {moe.num_dense_layers} leaves none of num_layers "
-            f"{model.num_layers} with experts; set it to at most {model.num_layers - 1}"
+            f"model.moe.num_dense_layers {moe.num_dense_layers} exceeds model.num_layers; set it "
+            f"to at most {model.num_layers}"
         )
     if model.num_heads % model.num_kv_heads:
         yield (
