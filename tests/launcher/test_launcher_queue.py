@@ -285,7 +285,9 @@ def test_a_checkpoint_is_asked_of_a_launcher_that_has_started_alone(
         assert "for a checkpoint" in stop_run(tmp_path, on_cluster=True, checkpoint=True)
         assert stay.exists() and interrupts.preemption_requested == (slurm_job is None)
         replace(dead, launcher_pid=os.getpid(), stage="sft").write(tmp_path)
-        with pytest.raises(OrreryError, match="for the rl stage, but the sft stage is running"):
+        with pytest.raises(
+            OrreryError, match="needs a running rl stage, but the sft stage is running"
+        ):
             stop_run(tmp_path, on_cluster=True, checkpoint=True)
 
 
