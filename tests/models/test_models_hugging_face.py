@@ -328,8 +328,8 @@ def test_files_that_hold_experts_in_any_other_way_are_refused_in_a_sentence(
 
     monkeypatch.setattr(model_module, "revert_weight_conversion", revert)
     told = (
-        r"'mixtral': its files split model\.layers\.0\.mlp\.experts\.gate_up_proj "
-        r"in another way than expert by"
+        r"'mixtral': its files do not store model\.layers\.0\.mlp\.experts\.gate_up_proj "
+        r"as equal parts of each expert"
     )
     with pytest.raises(OrreryError, match=told):
         make_network(ARCHITECTURES["mixtral: experts one by one in files"])
