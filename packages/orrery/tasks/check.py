@@ -180,15 +180,17 @@ def _check_sides(manifest: Manifest) -> None:
 
 
 def _check_rows_of_sides(manifest: Manifest, trained: Sequence[tuple[str, TaskUse]]) -> None:
+    evaluated = [
+        (i, use, rows) for i, use in enumerate(manifest.tasks.evaluation) if (rows := _dataset(use))
+    ]
+    if not evaluated:
+        return
     digests = {path: rows.digests() for path, use in trained if (rows := _dataset(use))}
-    for i, use in enumerate(manifest.tasks.evaluation):
-        if digests and (rows := _dataset(use)):
-            try:
-                rows.check_against(digests)
-            except OrreryError as error:
-                raise OrreryError(
-                    f"tasks.evaluation[{i}]: task {use.name!r}: args.{error}"
-                ) from error
+    for i, use, rows in evaluated:
+        try:
+            rows.check_against(digests)
+        except OrreryError as error:
+            raise OrreryError(f"tasks.evaluation[{i}]: task {use.name!r}: args.{error}") from error
 
 
 def _dataset(use: TaskUse) -> Dataset | None:

@@ -377,8 +377,9 @@ class Dataset(SingleTurn):
     def digests(self) -> np.ndarray:
         """Return [rows of `split`, 2] of uint64: the digests of each row and of its prompt."""
         found = np.empty((len(self._kept), 2), dtype=np.uint64)
-        for i, at in enumerate(self._kept.tolist()):
-            found[i] = _digest(json.dumps(self._row(at), default=str)), _digest(self._prompt(at))
+        for i, row in enumerate(map(self._row, self._kept.tolist())):
+            prompt = filled(self.args.prompt, row)
+            found[i] = _digest(json.dumps(row, default=str)), _digest(prompt)
         return found
 
     def check_against(self, trained: Mapping[str, np.ndarray]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.timing import scaled
-from orrery.tasks.scorer_process import LIMIT_S, MAX_SENTENCE
+from orrery.tasks.scorer_process import KINDS, LIMIT_S, MAX_SENTENCE
 from orrery.tasks.task import JudgeBroken
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 class ScorerPool:
     def __init__(self, num_scorers: int = NUM_SCORERS, limit_s: float = LIMIT_S):
         self.num_scorers, self.limit_s = num_scorers, limit_s
-        self._idle: dict[str, list[_Scorer]] = {"reasoning_gym": [], "verdict": []}
+        self._idle: dict[str, list[_Scorer]] = {kind: [] for kind in KINDS}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
