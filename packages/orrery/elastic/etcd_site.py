@@ -260,8 +260,7 @@ class EtcdSite:
             with suppress(ElasticError, EtcdRefused, OSError):
                 self._step()  # first, because other calls may need this site's server
             with suppress(ElasticError, EtcdRefused, OSError):
-                if self.links is not None:
-                    current = self.links.current
+                if self.links is not None and (current := self.links.current) is not None:
                     self.links.keep_leased(self.log.live(self._heartbeat_s), current)
 
     def _step(self) -> None:

@@ -173,10 +173,10 @@ class PeerLinks:
             self._fail(rank, reason)
 
     @property
-    def current(self) -> tuple[int, int]:
-        """Return the epoch and the round."""
+    def current(self) -> tuple[int, int] | None:
+        """Return the epoch and the round, or None between rounds."""
         with self._changed:
-            return self.epoch, self.round
+            return None if self._phase == LinkPhase.IDLE else (self.epoch, self.round)
 
     def keep_leased(self, leased: Set[str], current: tuple[int, int]) -> None:
         """Break the round if a member's lease has ended. `leased`: site ids, read in `current`."""
