@@ -46,7 +46,7 @@ class Evaluator:
         self.workspace = workspace
         self.instead = dict(instead or {})
         self.closure: list[Path] = []
-        self._lost: str | None = None
+        self._lost = self._importer = ""  # a failed import, and the place of its `import`
 
     def __call__(self, expression: str) -> Any:
         """Raise OrreryError with Jsonnet's message and line."""
@@ -63,7 +63,7 @@ class Evaluator:
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
         if self._lost:  # a failed import that lazy Jsonnet did not use
-            raise OrreryError(self._lost)
+            raise OrreryError(self._lost + self._importer)
         return value
 
     def _import(self, _directory: str, name: str) -> tuple[str, bytes]:
@@ -75,20 +75,20 @@ class Evaluator:
                 try:
                     data = self.instead[path] if path in self.instead else path.read_bytes()
                 except OSError as error:
-                    self._lost = f"{self.workspace.shown(path)}: cannot be read ({error.strerror})"
-                    return name, _FAILS
+                    shown = self.workspace.shown(path)
+                    return self._fail(name, f"{shown}: cannot be read ({error.strerror})")
                 # Jsonnet's parser crashes on deep nesting.
                 if path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING:
-                    self._lost = (
+                    return self._fail(
+                        name,
                         f"{self.workspace.shown(path)}: brackets nested deeper than {MAX_NESTING}; "
-                        "is the file damaged?"
+                        "is the file damaged?",
                     )
-                    return name, _FAILS
                 return str(path), data
         paths = [folder / name for folder in self.workspace.library]
         if any(path.exists() or path.is_symlink() for path in paths):
-            self._lost = f"import {name!r}: this file under jsonnet/ cannot be read; restore it"
-            return name, _FAILS
+            said = f"import {name!r}: this file under jsonnet/ cannot be read; restore it"
+            return self._fail(name, said)
         root = self.workspace.library[0]
         near = nearest(name, [str(path.relative_to(root)) for path in root.rglob("*sonnet")])
         hint = f"; did you mean {near!r}?" if near else ""
@@ -99,10 +99,14 @@ class Evaluator:
             hint = "; type `orrery fetch dataset NAME`, such as openai/gsm8k, which writes it"
         elif not name.endswith("sonnet"):
             hint, where = "; put it there, or name another file", "in the checkout"
-        self._lost = f"import {name!r}: no such file {where}{hint}{self._importer(name)}"
+        said = f"import {name!r}: no such file {where}{hint}"
+        return self._fail(name, said, self._place_of_import(name))
+
+    def _fail(self, name: str, said: str, importer: str = "") -> tuple[str, bytes]:
+        self._lost, self._importer = said, importer
         return name, _FAILS
 
-    def _importer(self, name: str) -> str:
+    def _place_of_import(self, name: str) -> str:
         """Return the place that imports `name`. Jsonnet gives none for a lost `importstr` file."""
         wanted = re.compile(rf"""\bimport(?:str|bin)?\s*(['"]){re.escape(name)}\1""")
         for path in self.closure:
@@ -114,8 +118,8 @@ class Evaluator:
 
     def _sentence(self, text: str) -> str:
         head = text.splitlines()[0]
-        if self._lost and self._lost.endswith(")"):
-            return self._lost
+        if self._importer:
+            return self._lost + self._importer
         message = self._lost or head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # syntax errors begin with file and line
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
