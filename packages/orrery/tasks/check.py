@@ -185,7 +185,7 @@ def _check_rows_of_sides(manifest: Manifest, trained: Sequence[tuple[str, TaskUs
     ]
     if not evaluated:
         return
-    digests = {path: rows.digests() for path, use in trained if (rows := _dataset(use))}
+    digests = {path: rows.digests for path, use in trained if (rows := _dataset(use))}
     for i, use, rows in evaluated:
         try:
             rows.check_against(digests)

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -374,6 +374,7 @@ class Dataset(SingleTurn):
             kind = "held-out rows are training rows too"
             raise OrreryError(self._sentence(kind, both, advice, len(self._kept)))
 
+    @cached_property
     def digests(self) -> np.ndarray:
         """Return [rows of `split`, 2] of uint64: the digests of each row and of its prompt."""
         found = np.empty((len(self._kept), 2), dtype=np.uint64)
@@ -384,7 +385,7 @@ class Dataset(SingleTurn):
 
     def check_against(self, trained: Mapping[str, np.ndarray]) -> None:
         """Raise OrreryError if a row or prompt is in `trained`, the digests of other tasks."""
-        own = self.digests()
+        own = self.digests
         for path, digests in trained.items():
             if both := self._kept[np.isin(own, digests).any(axis=1)].tolist():
                 advice = (
