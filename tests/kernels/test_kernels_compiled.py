@@ -31,8 +31,8 @@ TRITONS_OWN = Path(triton.__file__).parent / "backends/nvidia/bin"  # not on eve
 CUDA_PATH = os.pathsep.join([str(TRITONS_OWN), os.environ["PATH"], "/usr/local/cuda/bin"])
 CUOBJDUMP = shutil.which("cuobjdump", path=CUDA_PATH) or "cuobjdump"
 SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 BF16, F32, I32, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"
+POINTERS = {torch.bfloat16: BF16, torch.float32: F32, torch.int32: I32, torch.float8_e4m3fn: FP8}
 WRITES_NONE = ("ST", "RED", "BAR", "EXIT", "BRA", "NOP")
 WRITES_PREDICATES = ("ISETP", "FSETP", "PLOP3")
 
@@ -82,6 +82,7 @@ class Compiler:
         return self.launch
 
     def launch(self, *args, num_warps, num_stages=3, maxnreg=None, **constants):
+        constants.pop("enable_fp_fusion", None)
         types = [POINTERS[x.dtype] if torch.is_tensor(x) else scalar_type(x) for x in args]
         aligned = [i for i, x in enumerate(args) if torch.is_tensor(x) or x % 16 == 0]
         names = self.kernel.arg_names
@@ -166,7 +167,6 @@ def test_rows_and_columns_come_from_written_registers(
 SPARSE_MLA = (
     "attend",
     "delta",
-    "logit_gradients",
     "query_gradients",
     "pair_gradients",
     "sum_pairs",
@@ -194,7 +194,11 @@ def test_the_indexer_at_true_widths_fits_hopper(num_heads, monkeypatch):
     score, choose = (Compiler(getattr(sparse_index_triton, f"_{n}")) for n in ("score", "choose"))
     monkeypatch.setattr(sparse_index_triton, "_score", score)
     monkeypatch.setattr(sparse_index_triton, "_choose", choose)
+    quantize = Compiler(sparse_index_triton._quantize)
+    monkeypatch.setattr(sparse_index_triton, "_quantize", quantize)
     q, k = torch.zeros(8, num_heads, 128).bfloat16(), torch.zeros(4096, 128).bfloat16()
+    sparse_index_triton.quantize_index(q, *torch.zeros(2, 8, 1, 64).bfloat16(), True)
+    assert stack_bytes(quantize.compiled[0]) == 0
     weights, ends = torch.zeros(8, num_heads), torch.zeros(8).int()
     sparse_index_triton.select_keys(q, k, weights, ends, ends, 2048)
     assert "wgmma.mma_async" in score.compiled[0].asm["ptx"]

@@ -140,6 +140,33 @@ def test_queries_and_keys_are_rotated_then_quantized_with_a_power_of_two(turns_p
             assert torch.equal(value[t, h].float(), rounded.float())
 
 
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    "dtype", [torch.float16 if DEVICE == "cpu" else torch.bfloat16, torch.float32]
+)
+@pytest.mark.parametrize("turns_pairs", [True, False])
+def test_triton_and_torch_quantize_to_equal_bits(turns_pairs, dtype):
+    """With exact numbers on a CPU, because Triton's interpreter rounds wrongly to e4m3."""
+    from orrery.kernels import sparse_index_triton as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(11, 3, 128, generator=generator)
+    angle = torch.randn(11, 1, 32, generator=generator)
+    if DEVICE == "cpu":
+        x, angle = (x * 8).round().clamp(-15, 15), (angle * 2).round() * (math.pi / 2)
+    x[1], x[2], x[3, 0] = x[1] * 2**-30, x[2] * 2**10, 0.0
+    x[4, 0], x[4, 0, 70] = 0.0, 1.75  # the scale is exactly 2⁻⁸
+    angle = angle.repeat(1, 1, 2).double()
+    cos, sin = (each.to(dtype).to(DEVICE) for each in (angle.cos(), angle.sin()))
+    if DEVICE == "cpu":
+        cos, sin = cos.round(), sin.round()
+    given = x.to(DEVICE, dtype), cos, sin, turns_pairs
+    found = kernels.quantize_index(*given)
+    wanted = sparse_index_fp8.quantize_plainly(*given)
+    assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    assert torch.equal(found[1], wanted[1]) and found[1][4, 0] == 2.0**-8
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packed_keys_come_back_with_their_bits(dtype):
     value = torch.arange(256, dtype=torch.uint8).view(2, 1, 128).view(torch.float8_e4m3fn)
@@ -172,11 +199,10 @@ class FakeDeepGEMM:
         return out[:, :max_seqlen_k]
 
 
-def best_columns(score, count, top_k):
-    out = torch.full((len(score), top_k), -1, dtype=torch.int32)
-    for row, values, n in zip(out, score, count, strict=True):
+def best_columns(score, count, index):
+    top_k = index.shape[1]
+    for row, values, n in zip(index, score, count, strict=True):
         row[: min(n, top_k)] = values[:n].sort(descending=True, stable=True).indices[:top_k]
-    return out
 
 
 @pytest.mark.parametrize("chunk", [2**7, 2**9, 2**26])
@@ -261,21 +287,18 @@ def test_attention_to_chosen_keys_agrees_with_the_plain_formula(backend, top_k, 
     assert_near(outcome(sparse_mla, *arguments, backend=backend), exact(*arguments), tolerance)
 
 
-@pytest.mark.parametrize("query_first", [True, False])
 @pytest.mark.parametrize("backend", [TRITON])
-def test_tiles_and_chunks_of_any_size_agree(backend, query_first):
+def test_tiles_and_chunks_of_any_size_agree(backend):
     from orrery.kernels import sparse_mla_triton as kernels
 
     dtype, tolerance = dtype_and_tolerance(backend)
     q, kv, indices = (x.detach() for x in attended(24, dtype, num_queries=25))
     out, lse, *wanted = exact(q, kv, indices)
     tiles = kernels.Tiles(
-        logits=(16, 16, 4, 1),
-        queries=(32, 32, 4, 1),
         pairs=(16, 16, 4, 1),
+        queries=(32, 32, 4, 1),
         sums=(4, 16, 4, 1),
         chunk_rows=24 * 10,
-        query_first=query_first,
     )
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     saved = (indices, out.to(dtype), lse.float())
@@ -352,6 +375,17 @@ def test_layers_that_share_a_choice_sort_its_keys_once(monkeypatch):
     (2 * sparse_mla(q, kv, indices, 0.3, VALUE_WIDTH, "triton")[0]).sum().backward()
     assert len(calls) == 2
     assert_near([twice], [kv.grad], 2e-2)
+
+
+@NEEDS_TRITON
+def test_only_outputs_of_queries_without_keys_are_cleared():
+    from orrery.kernels import sparse_mla_triton as kernels
+
+    out = torch.ones(5, 3, 700, dtype=torch.float16, device=DEVICE)
+    out[1] = torch.nan
+    kernels.clear_empty(out, torch.tensor([4, 0, 1, 0, 128], dtype=torch.int32, device=DEVICE))
+    is_cleared = torch.tensor([False, True, False, True, False], device=DEVICE)
+    assert torch.equal(out, torch.where(is_cleared, 0.0, 1.0).half()[:, None, None].expand_as(out))
 
 
 def test_both_bases_of_flash_mlas_log_sum_exp_are_known():

@@ -73,7 +73,7 @@ def test_pairs_of_sparse_attention_count_once_for_each_of_a_chunk():
     chosen, heads = model.latent.indexer.top_k, model.num_heads
     queries = SPARSE_PAIRS // chosen
     row = 2 * (model.latent.kv_lora_rank + model.latent.rope_head_dim)
-    pair = row + 2 * (2 * heads)
+    pair = row + 2 * heads
     chunk = queries * chosen * pair
     for number in (queries // 2, queries, 8 * queries):  # row numbers of all pairs exist
         expected = chosen * (min(number, queries) * pair + 4 * number)

@@ -63,14 +63,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. `supports` must be true.
 
-    `length_T`: `sparse_mla_triton.lengths(indices_TK)`.
+    `length_T`: `sparse_mla_triton.lengths(indices_TK)`. Queries of length 0 have an undefined out.
     """
     library = load()
     assert library is not None
     out_THV, lse_TH = _call(library.operation, q_THD, kv_SD, indices_TK, scale, length_T)
-    is_empty_TH = (length_T == 0)[:, None]
-    out_THV = out_THV.masked_fill_(is_empty_TH[..., None], 0.0)
-    return out_THV, (lse_TH * library.lse_factor).masked_fill_(is_empty_TH, -torch.inf)
+    return out_THV, (lse_TH * library.lse_factor).masked_fill_((length_T == 0)[:, None], -torch.inf)
 
 
 def lse_factor(lse: float, num_keys: int) -> float:

@@ -7,6 +7,7 @@ key has one scale, a power of two. Source: vLLM 0.32, `models/deepseek_v32/commo
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,9 +20,17 @@ HEADS, WIDTH = (32, 64), 128  # accepted by DeepGEMM
 MIN_AMAX = 1e-4  # lower bound of amax, as in vLLM
 SCALE_BYTES = 4
 MAX_CUDNN_TOP_K = 2048
-CHUNK_ELEMENTS = 2**26  # scores per chunk: 256 MiB
-CHOICES = 3  # top-k calls per chunk, to save memory: cuDNN allocates 8 bytes per score
+# 277 MB of scores per chunk. At 131,072 keys a chunk has 528 queries: one of DeepGEMM's blocks of 4
+# queries for each of a Hopper GPU's 132 multiprocessors.
+CHUNK_ELEMENTS = 528 * 2**17
+CHOICES = 3  # top-k calls per chunk, to save memory: cuDNN needs 8 bytes per score
+ALIGNED_ROWS = 8  # rows of scores that start at multiples of 32 bytes, as cuDNN requires
 QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
+HAS_TRITON = find_spec("triton") is not None
+
+# Write the columns of each row's best scores to `index_CK`, i32 [C, K], which holds −1: ascending,
+# and −1 in the rest. Row c has `count_C[c]` scores. Equal scores prefer the first column.
+TopKeys = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def has_library() -> bool:
@@ -68,7 +77,7 @@ def select_keys(
     first_T: Tensor,
     last_T: Tensor,
     top_k: int,
-    top_keys: Callable[..., Tensor] | None = None,
+    top_keys: TopKeys | None = None,
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], ascending, padded with −1.
 
@@ -86,53 +95,71 @@ def select_keys(
     step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM's blocks have 2 or 4 queries
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
-        ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
+        begin_C, end_C, index_CK = (x[rows] for x in (begin_T, end_T, index_TK))
         # Column j of query t is key begin_t + j. Columns from end_t − begin_t on are undefined.
         score_CS = library.fp8_mqa_logits(
-            q_THD[rows], (key_SD, scale_S), weights_TH[rows], *ranges,
+            q_THD[rows], (key_SD, scale_S), weights_TH[rows], begin_C, end_C,
             clean_logits=False, max_seqlen_k=num_keys,
         )  # fmt: skip
-        size = -(-len(score_CS) // CHOICES)
-        for part in range(0, len(score_CS), size):
-            some = slice(part, part + size)
-            place = choose(score_CS[some], (ranges[1] - ranges[0])[some], top_k)
-            found = torch.where(place < 0, -1, place + ranges[0][some, None])
-            index_TK[start + part : start + part + len(found)] = found
-        del score_CS
+        size = -(-len(score_CS) // (CHOICES * ALIGNED_ROWS)) * ALIGNED_ROWS
+        for each in zip(
+            *(x.split(size) for x in (score_CS, end_C - begin_C, index_CK)), strict=True
+        ):
+            choose(*each)
+        del score_CS, each
+        index_CK += torch.where(index_CK < 0, 0, begin_C[:, None])
     return index_TK
 
 
 @cache
-def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Return cuDNN's version of `triton_top_keys`, or None if cuDNN's frontend is missing."""
+def cudnn_top_keys() -> TopKeys | None:
+    """Return cuDNN's `TopKeys`, or None if cuDNN's frontend is missing."""
     try:
-        from cudnn.deepseek_sparse_attention.indexer_top_k.api import indexer_top_k_wrapper
+        from cudnn.deepseek_sparse_attention.indexer_top_k.api import IndexerTopK
     except (ImportError, RuntimeError):
         return None
+    plans: dict[tuple[Any, ...], Any] = {}
 
-    def top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
-        stride = score_CS.stride(0)
-        whole = score_CS.as_strided((score_CS.shape[0], stride), (stride, 1))
-        found = indexer_top_k_wrapper(whole, count_C, top_k, return_val=False, deterministic=True)
-        return found["indices"]
+    def top_keys(score_CS: Tensor, count_C: Tensor, index_CK: Tensor) -> None:
+        (num_rows, top_k), stride = index_CK.shape, score_CS.stride(0)
+        whole = score_CS.as_strided((num_rows, stride), (stride, 1))
+        key = score_CS.device, num_rows, stride, top_k
+        if (plan := plans.get(key)) is None:
+            plan = plans[key] = IndexerTopK(
+                whole, count_C, top_k, return_val=False, deterministic=True
+            )
+            plan.check_support()
+            plan.compile()
+        workspace = torch.empty(
+            plan.scratch_workspace_bytes(), dtype=torch.uint8, device=score_CS.device
+        )
+        plan.execute(whole, count_C, out_indices=index_CK, workspace=workspace)
 
     return top_keys
 
 
-def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
-    """Return the columns of each row's best scores: i32 [C, top_k], ascending, padded with −1.
-
-    Row c has `count_C[c]` scores. Equal scores prefer the first column.
-    """
+def triton_top_keys(score_CS: Tensor, count_C: Tensor, index_CK: Tensor) -> None:
+    """Run Triton's `TopKeys`."""
     from orrery.kernels import sparse_index_triton as kernels
 
-    index_CK = count_C.new_full((len(count_C), top_k), -1)
     kernels.choose(score_CS, torch.zeros_like(count_C), count_C - 1, index_CK, kernels.TILES)
-    return index_CK
 
 
 @torch.library.custom_op("orrery::quantize_index", mutates_args=())
 def _quantize(x: Tensor, cos: Tensor, sin: Tensor, turns_pairs: bool) -> tuple[Tensor, Tensor]:
+    if x.is_cuda and HAS_TRITON and x.shape[2] == WIDTH and cos.shape[2] == WIDTH // 2:
+        from orrery.kernels import sparse_index_triton as kernels
+
+        return kernels.quantize_index(
+            x.contiguous(), cos.contiguous(), sin.contiguous(), turns_pairs
+        )
+    return quantize_plainly(x, cos, sin, turns_pairs)
+
+
+def quantize_plainly(
+    x: Tensor, cos: Tensor, sin: Tensor, turns_pairs: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `quantize_index` by torch's operators."""
     value, scale = torch.empty_like(x, dtype=DTYPE), x.new_empty(x.shape[:2], dtype=torch.float32)
     step = max(1, QUANTIZED // x[0].numel()) if x.numel() else 1
     for start in range(0, len(x), step):

@@ -27,6 +27,7 @@ class IndexTiles(NamedTuple):
 
 
 TILES = IndexTiles()
+QUANTIZED_ROWS = 32  # rows per program of `_quantize`
 
 
 def supports(q_THD: Tensor) -> bool:
@@ -93,6 +94,52 @@ def choose(
         K=top_k, BLOCK=tiles.block, SIZE=size, num_warps=tiles.choose_warps, num_stages=2,
         maxnreg=tiles.choose_registers,
     )  # fmt: skip
+
+
+def quantize_index(
+    x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, turns_pairs: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `sparse_index_fp8.quantize_index`."""
+    num_tokens, num_heads, width = x_THD.shape
+    value_THD = torch.empty_like(x_THD, dtype=torch.float8_e4m3fn)
+    scale_TH = x_THD.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    num_rows, turned = scale_TH.numel(), cos_T1R.shape[-1]
+    if num_rows:
+        # Separate products and sums, as in the plain form: fused ones would round once less.
+        _quantize[(triton.cdiv(num_rows, QUANTIZED_ROWS),)](
+            x_THD, cos_T1R, sin_T1R, value_THD, scale_TH, num_rows,
+            H=num_heads, D=width, R=turned, PAIRS=turns_pairs, ROWS=QUANTIZED_ROWS,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return value_THD, scale_TH
+
+
+@triton.jit
+def _quantize(
+    x, cos, sin, value, scale, num_rows,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    known = (row < num_rows)[:, None]
+    i = tl.arange(0, R // 2)
+    first = row[:, None] * D + (2 * i if PAIRS else i)[None, :]
+    second = first + (1 if PAIRS else R // 2)
+    rest = row[:, None] * D + R + tl.arange(0, D - R)[None, :]
+    angle = (row // H)[:, None] * R + i[None, :]
+    c = tl.load(cos + angle, mask=known, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=known, other=0.0).to(tl.float32)
+    a = tl.load(x + first, mask=known, other=0.0).to(tl.float32)
+    b = tl.load(x + second, mask=known, other=0.0).to(tl.float32)
+    still = tl.load(x + rest, mask=known, other=0.0).to(tl.float32)
+    a, b = a * c - b * s, b * c + a * s
+    amax = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
+    amax = tl.maximum(tl.maximum(amax, tl.max(tl.abs(still), axis=1)), 1e-4)
+    power = tl.exp2(tl.ceil(tl.log2(tl.div_rn(amax, 448.0))))
+    tl.store(scale + row, power, mask=row < num_rows)
+    number = value.dtype.element_ty
+    tl.store(value + first, tl.div_rn(a, power[:, None]).to(number), mask=known)
+    tl.store(value + second, tl.div_rn(b, power[:, None]).to(number), mask=known)
+    tl.store(value + rest, tl.div_rn(still, power[:, None]).to(number), mask=known)
 
 
 @triton.jit

@@ -102,7 +102,10 @@ def _forward(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_width: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     if backend == "flash_mla":
-        return flash_mla.forward(q, kv, indices, scale, _triton().lengths(indices))
+        length = _triton().lengths(indices)
+        out, lse = flash_mla.forward(q, kv, indices, scale, length)
+        _triton().clear_empty(out, length)
+        return out, lse
     if backend == "triton":
         tensors = (q.contiguous(), kv.contiguous(), indices.contiguous())
         return _triton().forward(*tensors, scale, value_width)

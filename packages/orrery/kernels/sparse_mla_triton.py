@@ -3,10 +3,9 @@
 C queries of a chunk. `sparse_mla` defines other letters. A pair is a query and one of its chosen
 keys. Outputs of the backward kernels:
 
-- `_logit_gradients`: p and dlogit = d(q · key), [C, K, H] each
+- `_pair_gradients`: dlogit = d(q · key) [C, K, H], and dkv [D] of each pair, Σ_h dlogit_h · q_h.
+  The first V columns of dkv also get Σ_h p_h · dout_h
 - `_query_gradients`: dq = dlogitᵀ · keys
-- `_pair_gradients`: dkv [D] of each pair, Σ_h dlogit_h · q_h. Its first V columns also get
-  Σ_h p_h · dout_h
 - `_sum_pairs`: each key's sum of dkv over pairs, in float32 in a fixed order
 """
 
@@ -33,12 +32,10 @@ class Tiles(NamedTuple):
     """Tile sizes. In the backward pass: (keys or pairs, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
-    logits: tuple[int, int, int, int] = (128, 64, 4, 3)
+    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # doubled warps for 128 heads
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
-    pairs: tuple[int, int, int, int] = (128, 64, 4, 3)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # maximum pairs per chunk, C·K
-    query_first: bool = True  # consecutive programs of `_logit_gradients` share a query
 
 
 TILES = Tiles()
@@ -54,6 +51,13 @@ def supports(q_THD: Tensor, value_width: int) -> bool:
 @cache
 def _shared_bytes(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
+def clear_empty(out_THV: Tensor, length_T: Tensor) -> None:
+    """Set the outputs of queries without keys to 0, in place."""
+    num_queries, *sizes = out_THV.shape
+    if num_queries:
+        _clear_empty[(num_queries,)](out_THV, length_T, SIZE=math.prod(sizes), num_warps=1)
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
@@ -128,15 +132,16 @@ def _chunk(
     sizes: dict[str, Any] = {"H": num_heads, "D": width, "V": value_width}
     length, delta = lengths(indices), torch.empty_like(lse)
     _delta[(num_queries, num_heads)](grad, out, delta, H=num_heads, V=value_width, num_warps=1)
-    p = q.new_empty(num_queries, num_chosen, num_heads)
-    grad_logit = torch.empty_like(p)
-
-    keys, columns, warps, stages = tiles.logits
-    grid = (triton.cdiv(num_chosen, keys), num_queries)
-    _logit_gradients[(*(grid if tiles.query_first else grid[::-1]), num_heads // heads)](
-        q, grad, kv, indices, length, lse, delta, p, grad_logit, scale * LOG2_E, scale, num_chosen,
-        **sizes, KEYS=keys, HEADS=heads, COLUMNS=_columns(columns, value_width, width),
-        QUERY_FIRST=tiles.query_first, num_warps=warps, num_stages=stages,
+    grad_logit = q.new_empty(num_queries, num_chosen, num_heads)
+    place, offset = order
+    pair = q.new_empty(indices.numel(), width)
+    keys, columns, warps, stages = tiles.pairs
+    _pair_gradients[(triton.cdiv(num_chosen, keys), num_queries)](
+        q, grad, kv, indices, length, lse, delta, place, grad_logit, pair,
+        scale * LOG2_E, scale, num_chosen,
+        **sizes, KEYS=keys, COLUMNS=_columns(columns, value_width),
+        REST=_columns(columns, width - value_width),
+        num_warps=warps * triton.cdiv(num_heads, MAX_HEADS), num_stages=stages,
     )  # fmt: skip
 
     keys, columns, warps, stages = tiles.queries
@@ -144,15 +149,6 @@ def _chunk(
     _query_gradients[(triton.cdiv(width, columns), num_queries, num_heads // heads)](
         grad_logit, kv, indices, length, grad_q, num_chosen,
         **sizes, KEYS=keys, HEADS=heads, COLUMNS=columns, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-
-    place, offset = order
-    pair = q.new_empty(indices.numel(), width)
-    keys, columns, warps, stages = tiles.pairs
-    _pair_gradients[(triton.cdiv(num_chosen, keys), num_queries)](
-        p, grad_logit, q, grad, indices, length, place, pair, num_chosen,
-        **sizes, KEYS=keys, COLUMNS=_columns(columns, value_width),
-        REST=_columns(columns, width - value_width), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
     rows, columns, warps, stages = tiles.sums
@@ -230,6 +226,15 @@ def _attend(
 
 
 @triton.jit
+def _clear_empty(out, length, SIZE: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    if tl.load(length + t) == 0:
+        for start in range(0, SIZE, 1024):
+            column = start + tl.arange(0, 1024)
+            tl.store(out + t * SIZE + column, 0.0, mask=column < SIZE)
+
+
+@triton.jit
 def _delta(grad, out, delta, H: tl.constexpr, V: tl.constexpr):
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     column = tl.arange(0, V)
@@ -238,39 +243,53 @@ def _delta(grad, out, delta, H: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def _logit_gradients(
-    q, grad, kv, indices, length, lse, delta, p_out, grad_logit, scale_log2, scale, num_chosen,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr, QUERY_FIRST: tl.constexpr,
+def _pair_gradients(
+    q, grad, kv, indices, length, lse, delta, place, grad_logit, pair,
+    scale_log2, scale, num_chosen,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
-    tile, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if not QUERY_FIRST:
-        tile, t = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1).to(tl.int64)
     count = tl.load(length + t)
-    if tile * KEYS < count:
-        k = tile * KEYS + tl.arange(0, KEYS)
-        row = tl.load(indices + t * num_chosen + k, mask=k < count, other=-1)
+    if tl.program_id(0) * KEYS < count:
+        k = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+        known = k < count
+        row = tl.load(indices + t * num_chosen + k, mask=known, other=-1)
+        inside = (row >= 0)[:, None]
         at = kv + tl.maximum(row, 0).to(tl.int64) * D
-        h = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+        h = tl.arange(0, H)
         q_at, grad_at = q + (t * H + h) * D, grad + (t * H + h) * V
-        z = tl.zeros([KEYS, HEADS], tl.float32)
-        grad_p = tl.zeros([KEYS, HEADS], tl.float32)
+        z = tl.zeros([KEYS, H], tl.float32)
+        grad_p = tl.zeros([KEYS, H], tl.float32)
         for start in range(0, V, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             key = tl.load(at[:, None] + column[None, :])
             z = tl.dot(key, tl.trans(tl.load(q_at[:, None] + column[None, :])), z)
             grad_p = tl.dot(key, tl.trans(tl.load(grad_at[:, None] + column[None, :])), grad_p)
-        for start in range(V, D, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
+        for start in range(V, D, REST):
+            column = start + tl.arange(0, REST)
             key = tl.load(at[:, None] + column[None, :])
             z = tl.dot(key, tl.trans(tl.load(q_at[:, None] + column[None, :])), z)
         log2_total = tl.load(lse + t * H + h) * 1.4426950408889634
-        p = tl.where((row >= 0)[:, None], tl.exp2(z * scale_log2 - log2_total[None, :]), 0.0)
+        p = tl.where(inside, tl.exp2(z * scale_log2 - log2_total[None, :]), 0.0)
         value = p * (grad_p - tl.load(delta + t * H + h)[None, :]) * scale
-        place = (t * num_chosen + k)[:, None] * H + h[None, :]
-        inside = (k < num_chosen)[:, None]
-        tl.store(p_out + place, p.to(p_out.dtype.element_ty), mask=inside)
-        tl.store(grad_logit + place, value.to(p_out.dtype.element_ty), mask=inside)
+        p_tile = p.to(pair.dtype.element_ty)
+        grad_tile = value.to(pair.dtype.element_ty)
+        tl.store(
+            grad_logit + (t * num_chosen + k)[:, None] * H + h[None, :],
+            grad_tile,
+            mask=(k < num_chosen)[:, None],
+        )
+        to = pair + tl.load(place + t * num_chosen + k, mask=known, other=0).to(tl.int64) * D
+        for start in range(0, V, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            acc = tl.dot(grad_tile, tl.load(q_at[:, None] + column[None, :]))
+            acc = tl.dot(p_tile, tl.load(grad_at[:, None] + column[None, :]), acc)
+            tl.store(to[:, None] + column[None, :], acc.to(pair.dtype.element_ty), mask=inside)
+        for start in range(V, D, REST):
+            column = start + tl.arange(0, REST)
+            acc = tl.dot(grad_tile, tl.load(q_at[:, None] + column[None, :]))
+            tl.store(to[:, None] + column[None, :], acc.to(pair.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -296,36 +315,6 @@ def _query_gradients(
         acc = tl.dot(tl.trans(value), key, acc)
     at = grad_q + (t * H + h)[:, None] * D + column[None, :]
     tl.store(at, acc.to(grad_q.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _pair_gradients(
-    p, grad_logit, q, grad, indices, length, place, pair, num_chosen,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    REST: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    count = tl.load(length + t)
-    if tl.program_id(0) * KEYS < count:
-        known = k < count
-        row = tl.load(indices + t * num_chosen + k, mask=known, other=-1)
-        inside = (row >= 0)[:, None]
-        h = tl.arange(0, H)
-        from_ = (t * num_chosen + k)[:, None] * H + h[None, :]
-        p_tile = tl.load(p + from_, mask=known[:, None], other=0.0)
-        grad_tile = tl.load(grad_logit + from_, mask=known[:, None], other=0.0)
-        to = pair + tl.load(place + t * num_chosen + k, mask=known, other=0).to(tl.int64) * D
-        q_at, grad_at = q + (t * H + h) * D, grad + (t * H + h) * V
-        for start in range(0, V, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            acc = tl.dot(grad_tile, tl.load(q_at[:, None] + column[None, :]))
-            acc = tl.dot(p_tile, tl.load(grad_at[:, None] + column[None, :]), acc)
-            tl.store(to[:, None] + column[None, :], acc.to(pair.dtype.element_ty), mask=inside)
-        for start in range(V, D, REST):
-            column = start + tl.arange(0, REST)
-            acc = tl.dot(grad_tile, tl.load(q_at[:, None] + column[None, :]))
-            tl.store(to[:, None] + column[None, :], acc.to(pair.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -235,7 +235,7 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     if mla is None or mla.indexer is None or c > 2:
         return 0
     pairs = tokens * mla.indexer.top_k
-    width = mla.kv_lora_rank + mla.rope_head_dim + 2 * model.num_heads
+    width = mla.kv_lora_rank + mla.rope_head_dim + model.num_heads
     return min(pairs, SPARSE_PAIRS) * c * width + 4 * pairs
 
 
