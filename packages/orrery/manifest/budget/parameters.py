@@ -293,6 +293,12 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
     return indexer is not None and max(lengths, default=0) > indexer.top_k
 
 
+def attends_sparsely(model: Model, lengths: Sequence[int], cp: int) -> bool:
+    """Return whether attention reads chosen latent keys. Context parallelism never expands keys."""
+    has_indexer = model.mla is not None and model.mla.indexer is not None
+    return has_indexer and (cp > 1 or _is_sparse(model, lengths))
+
+
 def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
     names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
     if "attention_projections" in names:
@@ -320,7 +326,7 @@ def attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> floa
     width, most = 2 * model.head_dim, max(lengths, default=0)
     if (mla := model.mla) is not None:
         width = model.head_dim + mla.value_head_dim
-        if mla.indexer is not None and (cp > 1 or _is_sparse(model, lengths)):
+        if mla.indexer is not None and attends_sparsely(model, lengths, cp):
             width, most = 2 * mla.kv_lora_rank + mla.rope_head_dim, mla.indexer.top_k
     keys = sum(attended_keys(length, most) for length in lengths)
     return 2 * model.num_layers * model.num_heads * width * keys

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from orrery.manifest.budget.parameters import (
     ParameterCounts,
+    attends_sparsely,
     block_weights,
     count_parameters,
     hardware_flops,
+    indexers,
     is_sparse,
 )
 from orrery.manifest.budget.state_rooms import state_rooms
@@ -28,6 +30,10 @@ FORWARD_SHARE = 0.3  # share of the forward pass in a step's computation
 BOTH_WAYS = 0.75  # share of the host link's rate in each direction if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 MUON_SHARE = 0.7  # share of the dense rate that products of Newton-Schulz steps reach
+# Shares from benchmarks/trainer/context_rank.json and glm5_rank.json
+SPARSE_SHARE = 0.47  # share of the dense rate that sparse attention's passes reach together
+INDEXER_SHARE = 0.68  # share of the dense rate that an indexer's scores and choice reach
+FP8_EXPERTS_SHARE = 0.6  # share of the FP8 rate that experts reach, quantization included
 EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for the counts of tokens
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients that `fsdp.cpu_offload` copies to the host
 HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host
@@ -126,12 +132,16 @@ def _computation(
     cp, work = trainer.mesh.cp, hardware_flops(model, trainer, lengths)
     tokens, mean = sum(lengths) / cp, sum(n * n for n in lengths) / max(1, sum(lengths))
     attention = rates.attention_flops * mean / (mean + rates.attention_half_tokens)
+    if attends_sparsely(model, lengths, cp):
+        attention = SPARSE_SHARE * rates.dense_flops
+    scores = indexers(model, lengths)
     head_bytes = 4 * tokens * model.vocab_size
     elementwise = tokens * model.num_layers * _elementwise_bytes(model, trainer)
     return {
         "dense products": work.projections / cp / _dense_flops(model, rates),
         "grouped products": work.experts / cp / _grouped_flops(model, rates),
-        "attention": work.attention / cp / attention,
+        "attention": (work.attention - scores) / cp / attention
+        + scores / cp / (INDEXER_SHARE * rates.dense_flops),
         "lm head": work.lm_head / cp / rates.dense_flops + head_bytes / rates.memory_bytes,
         "elementwise": elementwise * (1 if trainer.compile else EAGER) / rates.memory_bytes,
     }
@@ -152,7 +162,9 @@ def _dense_flops(model: Model, rates: Rates) -> float:
 
 
 def _grouped_flops(model: Model, rates: Rates) -> float:
-    return rates.fp8_flops if "experts" in (model.fp8 or ()) else rates.grouped_flops
+    if "experts" not in (model.fp8 or ()):
+        return rates.grouped_flops
+    return max(rates.grouped_flops, FP8_EXPERTS_SHARE * rates.fp8_flops)
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
