@@ -33,7 +33,7 @@ from orrery.manifest.identity import load, run_dir
 from orrery.runtime import token as observed
 from orrery.runtime.metrics import read
 from orrery.runtime.token import Purpose, authorization
-from orrery.wire import control_socket, rollout_wire
+from orrery.wire import rollout_wire, sockets
 from orrery.wire.columns import Columns
 from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
 from orrery.wire.weight_wire.coordinator import StoreConnection, WireAddress
@@ -103,9 +103,9 @@ async def of_requests() -> dict[str, float]:
 
 async def batches_s(is_authenticated: bool) -> float:
     """Return the CPU seconds that both ends of a wire spend on a batch of one small micro-batch."""
-    original = control_socket.authenticate
+    original = sockets.authenticate
     replaced = original if is_authenticated else lambda socket, is_sender: None
-    control_socket.authenticate = rollout_wire.authenticate = replaced
+    sockets.authenticate = rollout_wire.authenticate = replaced
     columns = Columns(np.array([0, 64]), {"token_id": np.zeros(64, np.int32)})
     try:
         sender = RolloutSender("127.0.0.1", 0, 1)
@@ -120,7 +120,7 @@ async def batches_s(is_authenticated: bool) -> float:
         sender.close()
         return spent_s / NUM_BATCHES
     finally:
-        control_socket.authenticate = rollout_wire.authenticate = original
+        sockets.authenticate = rollout_wire.authenticate = original
 
 
 def of_values() -> float:

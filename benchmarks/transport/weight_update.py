@@ -199,7 +199,7 @@ class Trainers:
 async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) -> dict:
     """Measure one weight wire."""
     from orrery.orchestrator.engines.client import EngineClient, update_engine
-    from orrery.wire.control_socket import ControlSocket
+    from orrery.wire.sockets import ControlSocket
     from orrery.wire.weight_wire import ADAPTER, DIRECT_KINDS, WeightWatch
     from orrery.wire.weight_wire.leases import LeaseClient
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from orrery.wire.control_socket import ControlSocket, authenticate
+from orrery.wire.sockets import ControlSocket, authenticate
 from orrery.wire.weight_wire import leases as module
 from orrery.wire.weight_wire.leases import (
     GONE,

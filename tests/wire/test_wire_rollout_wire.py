@@ -15,11 +15,11 @@ from wire_documents import documents, same
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.wire import rollout_wire
-from orrery.wire.bulk import BufferPool
 from orrery.wire.columns import Columns
 from orrery.wire.packing import LazyMicroBatches
 from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
 from orrery.wire.routed_experts import RouteShape, check_routes, without_routes
+from orrery.wire.sockets import BufferPool
 
 pytestmark = pytest.mark.timeout(60)
 DEADLINE_S = 20.0

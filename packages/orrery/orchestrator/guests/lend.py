@@ -46,8 +46,8 @@ from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import run_token
 from orrery.wire import rendezvous
-from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL
 from orrery.wire.rendezvous import request_s
+from orrery.wire.sockets import NOT_OF_THE_PROTOCOL
 from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")

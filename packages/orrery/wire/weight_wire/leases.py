@@ -18,7 +18,7 @@ import zmq
 
 from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
-from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
+from orrery.wire.sockets import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
 # vLLM passes on only the text of errors, so these phrases identify them.
 ELSEWHERE = "failed elsewhere"
