@@ -40,10 +40,9 @@ from elastic.failover import BRIDGES, COUNT, HOSTS, ip, network
 from elastic.text import story, write
 from orrery.elastic.certificates import Certificates, make_authority, make_site
 from orrery.elastic.codecs import codec
-from orrery.elastic.etcd_client import EtcdClient, EtcdRefused
-from orrery.elastic.etcd_log import EtcdLog, SiteServices
+from orrery.elastic.etcd_log import EtcdClient, EtcdLog, EtcdRefused, SiteServices
 from orrery.elastic.ledger import CommittedRound, ShardMap
-from orrery.elastic.outer import Floats, OuterOptimizer, OuterState
+from orrery.elastic.loop import Floats, OuterOptimizer, OuterState
 from orrery.elastic.snapshots import published, read_header
 from orrery.elastic.types import ElasticError
 from orrery.manifest.identity import canonical_json, load, run_dir, run_id

@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from elastic.text import story
 from orrery.elastic.codecs import Codec, codec
-from orrery.elastic.outer import OuterOptimizer, OuterState, weighted_mean
+from orrery.elastic.loop import OuterOptimizer, OuterState, weighted_mean
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.models.weights import initialize

@@ -25,8 +25,7 @@ from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.codecs import codec
 from orrery.elastic.exchange import exchange
 from orrery.elastic.links import PeerLinks
-from orrery.elastic.loop import OuterLoop
-from orrery.elastic.outer import Floats, Fragment, OuterOptimizer, is_within
+from orrery.elastic.loop import Floats, Fragment, OuterLoop, OuterOptimizer, is_within
 from orrery.elastic.types import Epoch, OuterRound, SiteMember
 from record import own_words, record
 

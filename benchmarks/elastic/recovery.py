@@ -17,8 +17,7 @@ from failover import HOSTS, ROOT, network
 
 from orrery.elastic.certificates import Certificates, make_authority, make_site
 from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
-from orrery.elastic.recovery import fetch_state
-from orrery.elastic.snapshots import copy_state, published, read_header
+from orrery.elastic.snapshots import copy_state, fetch_state, published, read_header
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from record import own_words, record

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.elastic.loop import OuterLoop
-from orrery.elastic.outer import Floats, Fragment, OuterOptimizer
+from orrery.elastic.loop import Floats, Fragment, OuterLoop, OuterOptimizer
 from orrery.elastic.snapshots import copy_state
 from orrery.elastic.types import Epoch, OuterRound, SiteMember
 from record import parser_of, record

@@ -18,7 +18,7 @@ import _gojsonnet
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from elastic.diloco import Plan, every
-from orrery.elastic.outer import OuterOptimizer
+from orrery.elastic.loop import OuterOptimizer
 from orrery.manifest.schema import Manifest
 from record import ROOT, record
 

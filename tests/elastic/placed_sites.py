@@ -18,8 +18,8 @@ from orrery.elastic.codecs import codec
 from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.exchange import exchange
 from orrery.elastic.links import PeerLinks
+from orrery.elastic.loop import weighted_mean
 from orrery.elastic.membership import RoundPace
-from orrery.elastic.outer import weighted_mean
 from orrery.elastic.types import SiteMember
 
 N, PORT = 1_000_000, 29400

@@ -7,10 +7,9 @@ from typing import Any
 
 from scripted import ScriptedEvent, ScriptedMembership, SharedLedger
 
-from orrery.elastic.door import Terms
 from orrery.elastic.ledger import Ledger
 from orrery.elastic.membership import RoundPace
-from orrery.elastic.types import OuterRound, SiteMember
+from orrery.elastic.types import OuterRound, SiteMember, Terms
 
 TERMS = Terms(manifest="m" * 64, code="c" * 40, codec="int8_block", memory_bytes=1 << 30)
 HOUR_S = 3600.0

@@ -7,8 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from orrery.elastic.loop import OuterLoop, RoundRow
-from orrery.elastic.outer import Floats, Fragment, OuterOptimizer, is_within, weighted_mean
+from orrery.elastic.loop import (
+    Floats,
+    Fragment,
+    OuterLoop,
+    OuterOptimizer,
+    RoundRow,
+    is_within,
+    weighted_mean,
+)
 from orrery.elastic.types import Epoch, OuterRound, SiteMember
 
 NESTEROV = OuterOptimizer(0.7, 0.9, True)

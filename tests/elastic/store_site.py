@@ -13,11 +13,10 @@ from pathlib import Path
 import msgspec
 
 from orrery.elastic.certificates import Certificates
-from orrery.elastic.door import NO_ROUND, Terms
 from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.ledger import Behind
 from orrery.elastic.membership import RoundPace
-from orrery.elastic.types import LeaseLost, SiteMember
+from orrery.elastic.types import NO_ROUND, LeaseLost, SiteMember, Terms
 
 TERMS = Terms(manifest="m" * 64, code="c" * 40, codec="float32", memory_bytes=1 << 30)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.elastic.certificates import Certificates, make_authority, make_site
-from orrery.elastic.etcd_client import EtcdClient
+from orrery.elastic.etcd_log import EtcdClient
 from orrery.runtime.network import LOOPBACK, free_ports
 
 ROOT = Path(__file__).parents[2]

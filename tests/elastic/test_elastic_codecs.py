@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from orrery.elastic.codecs import CODECS, codec, native
+from orrery.elastic.codecs import CODECS, base, codec
 from orrery.elastic.types import ElasticError
 
 KINDS = list(CODECS)
@@ -29,7 +29,7 @@ def decoded(coder, x):
 
 @pytest.fixture(params=[True, False], ids=["native", "numpy"])
 def is_native(request):
-    if request.param and native.library() is None:
+    if request.param and base.library() is None:
         pytest.skip("no g++ here")
     return request.param
 
@@ -126,7 +126,7 @@ def test_bytes_at_any_offset_decode(coder):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", SIZES)
 def test_native_code_has_the_bits_of_numpy(kind, n):
-    if native.library() is None:
+    if base.library() is None:
         pytest.skip("no g++ here")
     spread = np.random.default_rng(n).standard_t(1.5, n).astype(np.float32)  # heavy tails
     spread[: n // 3] *= np.float32(1e-20)
@@ -152,12 +152,12 @@ def test_the_number_of_threads_does_not_change_bytes(kind):
 def test_without_a_compiler_numpy_runs_and_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    native.library.cache_clear()
+    base.library.cache_clear()
     try:
         wire = codec("int8_block").encode(values(1000))
         assert "numpy runs instead" in caplog.text
     finally:
-        native.library.cache_clear()
+        base.library.cache_clear()
     assert (wire == CODECS["int8_block"](native=False).encode(values(1000))).all()
 
 

@@ -21,7 +21,7 @@ from orrery.elastic import links as links_module
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.codecs import CODECS, codec
 from orrery.elastic.exchange import TOPOLOGIES, ErrorFeedback, exchange, layer_buckets
-from orrery.elastic.outer import weighted_mean
+from orrery.elastic.loop import weighted_mean
 from orrery.elastic.types import ElasticError, Epoch, LinkBroken, OuterRound, SiteMember
 
 ERRORS = {"float32": 1e-6, "int8_block": 0.03, "int8_codebook": 0.05, "int4_block": 0.5}

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from site_group import NESTEROV, ArrayWeights, SiteGroup
 
-from orrery.elastic.loop import OuterLoop
-from orrery.elastic.outer import make_fragments, weighted_mean
+from orrery.elastic.loop import OuterLoop, make_fragments, weighted_mean
 from orrery.elastic.types import LinkBroken
 
 NAMES, SIZE, PHASE, NUM_ROUNDS = ("a", "b", "c", "d", "e"), 300, 3, 7

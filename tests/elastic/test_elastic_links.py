@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from linked_sites import HOST, epoch, linked, together
 
-from orrery.elastic import handshake
+from orrery.elastic import connection
 from orrery.elastic import links as module
 from orrery.elastic.certificates import make_authority, make_site
-from orrery.elastic.connection import Header, Kind
-from orrery.elastic.handshake import Handshakes
+from orrery.elastic.connection import Handshakes, Header, Kind
 from orrery.elastic.links import LinkPhase, PeerLinks
 from orrery.elastic.types import ElasticError, LinkBroken
 
@@ -283,10 +282,10 @@ def test_a_send_buffer_only_grows(tuned, most, size, tmp_path, monkeypatch):
     for name, text in (("ipv4/tcp_wmem", f"4096\t16384\t{tuned}"), ("core/wmem_max", f"{most}")):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(handshake, "KERNEL", tmp_path)
+    monkeypatch.setattr(connection, "KERNEL", tmp_path)
     told = []
     sock = SimpleNamespace(setsockopt=lambda level, option, value: told.append((option, value)))
-    handshake.widen(sock)
+    connection.widen(sock)
     assert told == ([(socket.SO_SNDBUF, size // 2)] if size else [])
 
 

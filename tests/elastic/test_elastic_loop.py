@@ -5,8 +5,7 @@ import pytest
 import torch
 from site_group import NESTEROV, PLAIN, ArrayWeights, SiteGroup, run_rounds
 
-from orrery.elastic.loop import MAX_ATTEMPTS
-from orrery.elastic.outer import OuterOptimizer, OuterState, no_step, weighted_mean
+from orrery.elastic.loop import MAX_ATTEMPTS, OuterOptimizer, OuterState, no_step, weighted_mean
 from orrery.elastic.types import ElasticError, LinkBroken
 
 SIZE = 1000

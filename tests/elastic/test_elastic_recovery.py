@@ -16,17 +16,18 @@ import numpy as np
 import pytest
 
 from orrery.elastic.certificates import Certificates, make_authority, make_site
-from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
-from orrery.elastic.recovery import PeerSource, SnapshotServer, fetch_state
+from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper, SnapshotServer
 from orrery.elastic.snapshots import (
     HEADER,
     Block,
     BlockLacking,
     FetchFailed,
     FolderSource,
+    PeerSource,
     StateSnapshot,
     assemble,
     copy_state,
+    fetch_state,
     publish_copies,
     published,
     read_header,
@@ -202,7 +203,7 @@ def test_a_fetch_ends_at_once_when_peers_have_only_newer_states(tmp_path, serve,
 
 
 def test_strangers_hold_no_more_threads_than_allowed(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr("orrery.elastic.recovery.MAX_STRANGERS", 2)
+    monkeypatch.setattr("orrery.elastic.keeper.MAX_STRANGERS", 2)
     address, _, port = serve(tmp_path).rpartition(":")
     with ExitStack() as stack:
         for _ in range(3):
@@ -225,7 +226,7 @@ BAD_ANSWERS = {
 def test_a_peer_that_answers_badly_is_left_and_holds_up_no_other(
     tmp_path, files, name, monkeypatch
 ):
-    monkeypatch.setattr("orrery.elastic.recovery.ANSWER_S", 0.3)
+    monkeypatch.setattr("orrery.elastic.snapshots.ANSWER_S", 0.3)
     header = read_header(snapshot(tmp_path / "a"))
     listener = socket.create_server(("127.0.0.1", 0))
     is_left = threading.Event()
@@ -414,7 +415,7 @@ def test_only_time_without_a_new_block_counts(tmp_path, monkeypatch, num_fetched
 
     clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda _: None)
     for name, value in (("PeerSource", Peer), ("assemble", cut), ("time", clock)):
-        monkeypatch.setattr(f"orrery.elastic.recovery.{name}", value)
+        monkeypatch.setattr(f"orrery.elastic.snapshots.{name}", value)
     with nullcontext() if num_fetched else pytest.raises(FetchFailed, match=r"round 7 .*cut"):
         fetch_state(lambda: ["a:1"], lambda: (7, "digest"), tmp_path, None, 1.0)
     assert len(attempts) == most

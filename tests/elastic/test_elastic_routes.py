@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from linked_sites import delta_of, epoch, linked, together
 
-from orrery.elastic import handshake
+from orrery.elastic import connection
 from orrery.elastic import links as module
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.codecs import codec
 from orrery.elastic.connection import Header, Kind
 from orrery.elastic.exchange import exchange
-from orrery.elastic.outer import weighted_mean
-from orrery.elastic.probe import SpeedProbe
+from orrery.elastic.links import SpeedProbe
+from orrery.elastic.loop import weighted_mean
 from orrery.elastic.routes import relay, ring_order, slowest_edge
 from orrery.elastic.types import Epoch, LinkBroken, OuterRound, SiteMember
 
@@ -90,10 +90,10 @@ def test_sites_without_a_listener_exchange_and_the_relay_reads_nothing(
             while data := source.recv(1 << 16):
                 seen.extend(data)
                 target.sendall(data)
-        handshake._shut(source, target)
+        connection._shut(source, target)
         source.close()
 
-    monkeypatch.setattr(handshake.Relay, "_pass", spying)
+    monkeypatch.setattr(connection.Relay, "_pass", spying)
     deltas = [delta_of(rank, 30_000) for rank in range(4)]
     deltas[1][:], deltas[3][:] = 1.0, 3.0
     with linked(certificates, 4, num_lanes=2, outbound={0, 1, 3}) as links:
@@ -135,7 +135,7 @@ def test_two_sites_without_a_listener_are_told_why_they_cannot_meet(certificates
 
 def test_speeds_are_measured_between_rounds(certificates, monkeypatch):
     monkeypatch.setattr(module, "QUIET_S", 0.0)
-    monkeypatch.setattr("orrery.elastic.probe.PROBE_S", 0.05)
+    monkeypatch.setattr("orrery.elastic.links.PROBE_S", 0.05)
     with linked(certificates, 3) as links:
         members = epoch(links)
         together(3, lambda rank: links[rank].begin(members, rank, 0))

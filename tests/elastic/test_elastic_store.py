@@ -10,8 +10,7 @@ from store_sites import StoreSites
 
 from orrery.elastic import etcd_site
 from orrery.elastic.certificates import Certificates, make_authority, make_site
-from orrery.elastic.etcd_client import NOT_FOUND, EtcdClient, EtcdRefused
-from orrery.elastic.etcd_log import EtcdLog, SiteServices
+from orrery.elastic.etcd_log import NOT_FOUND, EtcdClient, EtcdLog, EtcdRefused, SiteServices
 from orrery.elastic.etcd_site import Change, EtcdServer, EtcdSite, next_change
 from orrery.elastic.membership import RoundPace
 from orrery.elastic.types import ElasticError

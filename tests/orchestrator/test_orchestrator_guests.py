@@ -15,9 +15,9 @@ import pytest
 from orchestrator_fakes import manifest, rollout
 
 from orrery.elastic.certificates import make_authority, make_site
-from orrery.elastic.door import Terms
-from orrery.elastic.recovery import SnapshotServer
+from orrery.elastic.keeper import SnapshotServer
 from orrery.elastic.snapshots import HEADER, StateSnapshot, link_files, publish_copies
+from orrery.elastic.types import Terms
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.orchestrator.advantages import Group

@@ -20,10 +20,9 @@ import torch
 from trainer_cases import batch_columns, manifest, write_start_weights
 
 from orrery.elastic.certificates import Certificates, make_authority, make_site
-from orrery.elastic.etcd_client import EtcdClient, encode
-from orrery.elastic.etcd_log import EtcdLog, SiteServices
+from orrery.elastic.etcd_log import EtcdClient, EtcdLog, SiteServices, encode
 from orrery.elastic.ledger import Ledger
-from orrery.elastic.outer import OuterState
+from orrery.elastic.loop import OuterState
 from orrery.elastic.types import SitePlace
 from orrery.manifest.identity import canonical_json, run_id
 from orrery.manifest.publish import sha256_of_data

@@ -10,7 +10,7 @@ from site_threads import SiteFolders, ThreadSite, begun, flat, spec_of, together
 from test_trainer_stages import Stage, final_weights
 
 from orrery.elastic.links import CONNECT_S, LinkPhase
-from orrery.elastic.outer import OuterOptimizer, weighted_mean
+from orrery.elastic.loop import OuterOptimizer, weighted_mean
 from orrery.elastic.snapshots import FetchFailed, copy_state
 from orrery.elastic.types import ElasticError, LinkBroken, read_place
 from orrery.runtime.metrics import rows

@@ -8,6 +8,7 @@ import re
 import ssl
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -84,6 +85,20 @@ class Certificates:
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def check_clock(not_before_s: float, not_after_s: float) -> None:
+    """Raise ElasticError if this host's clock is outside the certificate's validity."""
+    now_s = time.time()
+    if not_before_s <= now_s <= not_after_s:
+        return
+    now, first, last = (
+        time.strftime("%Y-%m-%d %H:%M", time.gmtime(t)) for t in (now_s, not_before_s, not_after_s)
+    )
+    raise ElasticError(
+        f"clock: this host says {now} UTC, and the run's certificate is valid from {first} to "
+        f"{last}; set the clock (`date -u` shows it), or ask for a new certificate"
+    )
 
 
 def make_authority(folder: Path, run: str) -> None:

@@ -15,10 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-from orrery.elastic.certificates import Certificates
-from orrery.elastic.door import check_clock
-from orrery.elastic.etcd_client import EtcdClient, EtcdRefused
-from orrery.elastic.etcd_log import ELECTION_S, EtcdLog, SiteServices
+from orrery.elastic.certificates import Certificates, check_clock
+from orrery.elastic.etcd_log import ELECTION_S, EtcdClient, EtcdLog, EtcdRefused, SiteServices
 from orrery.elastic.links import PeerLinks
 from orrery.elastic.membership import LogMembership, RoundPace
 from orrery.elastic.types import ElasticError

@@ -1,13 +1,17 @@
-"""Publish and serve training-state snapshots in a separate process.
+"""Publish and serve training-state snapshots in a separate process, the keeper.
 
 - The trainer copies its state into shared memory, then writes a line to the keeper's stdin.
 - The keeper ends `linger_s` after the trainer, when another keeper starts on its folder, or when
   the folder is removed.
 - At its start, the keeper writes a line to stdout: why it cannot serve, or "".
+- Over HTTPS with mutual TLS, `/newest` returns the newest header, and `/block/SHA256` a block.
 """
 
 import fcntl
+import http
+import http.server
 import os
+import re
 import select
 import subprocess
 import sys
@@ -21,16 +25,96 @@ from typing import Any, Self
 import msgspec
 
 from orrery.elastic.certificates import Certificates
-from orrery.elastic.recovery import SnapshotServer
-from orrery.elastic.snapshots import publish_copies
+from orrery.elastic.connection import Strangers
+from orrery.elastic.snapshots import (
+    HEADER,
+    SILENCE_S,
+    Block,
+    BlockLacking,
+    FolderSource,
+    publish_copies,
+    published,
+    read_header,
+)
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder
 from orrery.runtime.timing import scaled
 
 POLL_S = 0.2
 RETRY_S = 5.0
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64  # maximum unfinished TLS handshakes
 READY_S = 60.0  # maximum wait for a keeper's start, plus `bind_s`
 NICE = 10  # low priority: peers' requests must not slow the trainer
+_BLOCK = re.compile(r"/block/([0-9a-f]{64})")
+
+
+class SnapshotServer(http.server.ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 128
+
+    def __init__(self, folder: Path, host: str, port: int, certificates: Certificates) -> None:
+        self._folder, self._tls = folder, certificates.server()
+        self._blocks: dict[str, tuple[Path, Block]] = {}
+        self._indexed: set[tuple[Path, int]] = set()
+        self._indexing = threading.Lock()
+        self._strangers = Strangers(MAX_STRANGERS)
+        super().__init__((host, port), _Handler)
+
+    def newest(self) -> Path | None:
+        return next(reversed(published(self._folder)), None)
+
+    def find(self, sha256: str) -> bytes:
+        with self._indexing:
+            # A run that is set back publishes rounds again, so compare modification times.
+            found = published(self._folder)
+            present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
+            if present != self._indexed:
+                self._blocks = {
+                    block.sha256: (path, block)
+                    for path in found
+                    for block in read_header(path).blocks()
+                }
+                self._indexed = present
+        if sha256 not in self._blocks:
+            raise BlockLacking(sha256)
+        path, block = self._blocks[sha256]
+        return FolderSource(path).read(block)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(HANDSHAKE_S)
+        with suppress(OSError):
+            try:
+                # Raise if the peer is gone: `wrap_socket` would leak the socket.
+                request.getpeername()
+                wrapped = self._tls.wrap_socket(request, server_side=True)
+            finally:
+                self._strangers.leave(client_address[0])
+            with wrapped:
+                wrapped.settimeout(SILENCE_S)
+                _Handler(wrapped, client_address, self)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._strangers.enter(client_address[0])
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: SnapshotServer
+
+    def do_GET(self) -> None:
+        body = None
+        with suppress(BlockLacking, ElasticError, OSError):
+            if self.path == "/newest" and (newest := self.server.newest()) is not None:
+                body = msgspec.json.encode(read_header(newest))
+            elif found := _BLOCK.fullmatch(self.path):
+                body = self.server.find(found[1])
+        self.send_response(http.HTTPStatus.NOT_FOUND if body is None else http.HTTPStatus.OK)
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Disable logging."""
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):

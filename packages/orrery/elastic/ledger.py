@@ -12,9 +12,17 @@ from itertools import combinations
 
 import msgspec
 
-from orrery.elastic.door import NO_ROUND, Terms, check_terms
 from orrery.elastic.routes import GAIN, slowest_edge
-from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, SiteMember
+from orrery.elastic.types import (
+    NO_ROUND,
+    ElasticError,
+    Epoch,
+    LeaseLost,
+    OuterRound,
+    SiteMember,
+    Terms,
+    check_terms,
+)
 
 
 class Behind(LeaseLost):

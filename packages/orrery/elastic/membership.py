@@ -10,9 +10,8 @@ from functools import partial
 from typing import Protocol
 
 from orrery.elastic import ledger as rules
-from orrery.elastic.door import Terms
 from orrery.elastic.ledger import Behind, Ledger
-from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, SiteMember
+from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, SiteMember, Terms
 
 __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "RoundPace", "Terms"]
 

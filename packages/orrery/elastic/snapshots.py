@@ -1,30 +1,43 @@
-"""Store training states as snapshots (folders of files with hashed blocks).
+"""Store training states as snapshots (folders of files with hashed blocks), and fetch them.
 
 - A snapshot `round_N` has a file per part of the state, and `snapshot.json` with the sha256 of each
   block. A rename publishes it, so readers never see a part.
 - The trainer only copies its state to `round_N.copied`. The keeper hashes and publishes it.
+- A site fetches blocks from several keepers at once.
 """
 
 import hashlib
+import http
+import http.client
 import json
 import os
 import re
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from orrery.elastic.certificates import Certificates
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder, publish_folder, write_atomic
 from orrery.runtime.run_directory import ENLARGE
 
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
+SILENCE_S = 20.0
+ANSWER_S = 300.0  # time limit of a whole HTTP response
+POLL_S = 0.2
+LANES = 2  # connections per peer, to receive a block while hashing another
+MAX_HEADER_BYTES = 64 << 20
+# a deeply nested header raises RecursionError
+BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)
 _PUBLISHED = re.compile(r"round_([0-9]{9})")
 _PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # a path inside the snapshot's folder
 Buffer = bytes | bytearray | memoryview
@@ -358,3 +371,115 @@ def _digest_of(header: StateSnapshot) -> str:
     return hashlib.sha256(
         json.dumps(msgspec.to_builtins(header), sort_keys=True).encode()
     ).hexdigest()
+
+
+class PeerSource:
+    def __init__(self, peer: str, certificates: Certificates) -> None:
+        self.name, self.num_bytes = peer, 0  # bytes of received blocks
+        address, _, port = peer.rpartition(":")
+        self._connection = http.client.HTTPSConnection(
+            address, int(port), timeout=SILENCE_S, context=certificates.client()
+        )
+
+    def newest(self) -> StateSnapshot | None:
+        body = self._get("/newest", MAX_HEADER_BYTES)
+        if body is None:
+            return None
+        header = msgspec.json.decode(body, type=StateSnapshot)
+        check_header(header, self.name)
+        return header
+
+    def read(self, block: Block) -> bytes:
+        body = self._get(f"/block/{block.sha256}", block.size)
+        if body is None:
+            raise BlockLacking(block.sha256)
+        self.num_bytes += len(body)
+        return body
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _get(self, path: str, most: int) -> bytes | None:
+        """Return the body of `path`, or None if missing. Raise ValueError above `most` bytes."""
+        try:
+            self._connection.request("GET", path)
+            with _limited(self._connection.sock):
+                answer = self._connection.getresponse()
+                size = int(answer.headers.get("Content-Length", -1))
+                if not 0 <= size <= most:
+                    raise ValueError(f"{size} bytes instead of at most {most}")
+                if len(body := answer.read(size)) < size:
+                    raise ConnectionResetError(f"closed after {len(body)} of {size} bytes")
+        except http.client.HTTPException as error:
+            raise OSError(str(error) or type(error).__name__) from error
+        return body if answer.status == http.HTTPStatus.OK else None
+
+
+@contextmanager
+def _limited(sock: socket.socket) -> Iterator[None]:
+    """Shut down `sock` if the `with` block exceeds ANSWER_S."""
+    timer = threading.Timer(ANSWER_S, _shut, (sock,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def fetch_state(
+    peers: Callable[[], Sequence[str]],
+    wanted: Callable[[], tuple[int, str]],
+    folder: Path,
+    certificates: Certificates,
+    deadline_s: float,
+) -> Path:
+    """Fetch the newest committed state from all peers. Return the snapshot's folder.
+
+    `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
+    digest). Raise FetchFailed after `deadline_s` without a new block, or if all peers are past
+    the wanted round.
+    """
+    end_s, reason, num_fetched = time.monotonic() + deadline_s, "no peer is live", 0
+    while True:
+        number, digest = wanted()
+        sources, headers, is_gone = [], [], False
+        for peer in peers():
+            source = PeerSource(peer, certificates)
+            try:
+                header = source.newest()
+            except BAD_HEADER as error:
+                reason = f"{peer}: {error or type(error).__name__}"
+                source.close()
+                continue
+            sources.append(source)
+            if header is None or (header.round, header.digest) != (number, digest):
+                is_gone |= header is not None and header.round > number
+                has = f"round {header.round}" if header else "no snapshot"
+                reason = f"{peer} has {has}, and the log is at round {number}"
+            else:
+                headers.append(header)
+                sources += [PeerSource(peer, certificates) for _ in range(LANES - 1)]
+        try:
+            if headers:
+                return assemble(headers[0], folder, sources)
+        except FetchFailed as error:
+            reason, num_fetched = str(error), num_fetched + error.num_fetched
+            if error.num_fetched:
+                end_s = time.monotonic() + deadline_s
+        finally:
+            for source in sources:
+                source.close()
+        time.sleep(POLL_S)
+        is_gone = is_gone and not headers and wanted() == (number, digest)
+        if is_gone or time.monotonic() >= end_s:
+            raise FetchFailed(
+                f"recovery: no state of round {number} from other sites ({reason}); check that "
+                "they run and that their recovery port is open, then join again",
+                num_fetched,
+            )

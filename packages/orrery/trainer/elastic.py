@@ -21,28 +21,28 @@ import torch
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.codecs import CODECS, codec
-from orrery.elastic.door import NO_ROUND, Terms
 from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.exchange import ErrorFeedback, exchange, layer_buckets
 from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
 from orrery.elastic.ledger import Behind, Ledger, ShardMap
 from orrery.elastic.links import PeerLinks
-from orrery.elastic.loop import OuterLoop, RoundRow
+from orrery.elastic.loop import Floats, OuterLoop, OuterOptimizer, RoundRow, make_fragments
 from orrery.elastic.membership import EpochLog, RoundPace
-from orrery.elastic.outer import Floats, OuterOptimizer, make_fragments
-from orrery.elastic.recovery import fetch_state
 from orrery.elastic.snapshots import (
     FetchFailed,
     check_room,
     copy_state,
+    fetch_state,
     read_header,
     snapshot_dir,
 )
 from orrery.elastic.types import (
+    NO_ROUND,
     ElasticError,
     LeaseLost,
     OuterRound,
     SiteMember,
+    Terms,
     end_rewind,
     read_place,
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from orrery.elastic.ledger import Behind
-from orrery.elastic.outer import Floats, Fragment, is_within
+from orrery.elastic.loop import Floats, Fragment, is_within
 from orrery.elastic.types import ElasticError, LeaseLost
 from orrery.models.placement import local_tensor
 from orrery.trainer.learner import Learner

@@ -1,13 +1,13 @@
 """List the codecs for the weight changes that sites exchange."""
 
 from orrery.elastic.codecs.base import Codec
-from orrery.elastic.codecs.dense import (
+from orrery.elastic.codecs.formats import (
     Float32Codec,
     Int4BlockCodec,
     Int8BlockCodec,
     Int8CodebookCodec,
+    TopK2BitCodec,
 )
-from orrery.elastic.codecs.top_k_2bit import TopK2BitCodec
 from orrery.elastic.types import ElasticError
 
 CODECS: dict[str, type[Codec]] = {

@@ -20,11 +20,9 @@ import numpy as np
 from aiohttp import web
 
 from orrery.elastic.certificates import Certificates
-from orrery.elastic.door import Terms
-from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
-from orrery.elastic.recovery import HANDSHAKE_S
+from orrery.elastic.keeper import HANDSHAKE_S, KeeperOptions, SnapshotKeeper
 from orrery.elastic.snapshots import HEADER, link_files, published, snapshot_dir
-from orrery.elastic.types import ElasticError, read_place
+from orrery.elastic.types import ElasticError, Terms, read_place
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import commit, run_id, versions
 from orrery.manifest.json_file import read_as

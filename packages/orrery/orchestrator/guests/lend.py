@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from orrery.elastic.certificates import Certificates
-from orrery.elastic.recovery import PeerSource, SnapshotServer
-from orrery.elastic.snapshots import StateSnapshot, assemble, check_header, remove_old
+from orrery.elastic.keeper import SnapshotServer
+from orrery.elastic.snapshots import PeerSource, StateSnapshot, assemble, check_header, remove_old
 from orrery.elastic.types import ElasticError, read_place
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.orchestrator.engines.client import Canary, EngineClient, update_engine

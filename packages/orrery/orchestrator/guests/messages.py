@@ -7,7 +7,7 @@ returns samples. The lease ends if the site sends no request for `lease_s`.
 import msgspec
 import numpy as np
 
-from orrery.elastic.door import Terms
+from orrery.elastic.types import Terms
 from orrery.manifest.errors import OrreryError
 
 MAX_ANSWERS = 32

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from orrery.elastic.door import Terms
+from orrery.elastic.types import Terms
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.messages import Generation
 from orrery.orchestrator.engines.pool import Phase

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orrery.elastic.door import Terms, check_terms
-from orrery.elastic.types import ElasticError
+from orrery.elastic.types import ElasticError, Terms, check_terms
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.messages import START_VERSION, Generation, GenerationFailed
 from orrery.orchestrator.engines.pool import EngineRegistry, Phase
