@@ -1,6 +1,6 @@
-"""Make and load the run's certificates, for mutual TLS between its sites.
+"""Make and load certificates for mutual TLS between a run's sites.
 
-- TLS does not check host names, because a site's address may change.
+- TLS does not check host names, because sites' addresses may change.
 - Only etcd's TLS checks validity dates.
 """
 
@@ -50,12 +50,12 @@ class Certificates:
             if not path.is_file():
                 raise ElasticError(
                     f"certificates: {path} is missing; copy {AUTHORITY}.pem, {site}.pem and "
-                    f"{site}.key from the host on which the run's certificates were made"
+                    f"{site}.key from the host that made the run's certificates"
                 )
         return found
 
     def validity(self) -> tuple[float, float]:
-        """Return (start, end) of the authority certificate's validity, in Unix seconds."""
+        """Return the start and end of the authority's validity, in Unix seconds."""
         found, *_ = self.client().get_ca_certs()
         dates = (found["notBefore"], found["notAfter"])
         first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)
@@ -88,7 +88,6 @@ class Certificates:
 
 
 def check_clock(not_before_s: float, not_after_s: float) -> None:
-    """Raise ElasticError if this host's clock is outside the certificate's validity."""
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:
         return
@@ -109,10 +108,9 @@ def make_authority(folder: Path, run: str) -> None:
 
 
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
-    """Write the site's key and certificate.
+    """Write the site's key and certificate for `addresses`.
 
-    `addresses`: for clients that check them. Raise ElasticError if the key
-    exists or a name is invalid.
+    Raise ElasticError if the key exists or a name is invalid.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(
@@ -159,7 +157,7 @@ def _make(folder: Path, name: str, common_name: str, extensions: Sequence[str]) 
 def _check_absent(key: Path) -> None:
     if key.exists():
         raise ElasticError(
-            f"certificates: {key} exists, and a new key would break links that use it; use it, or "
+            f"certificates: {key} exists, and a new key would break its links; use it, or "
             "choose another folder or name"
         )
 
@@ -170,8 +168,7 @@ def _openssl(*words: str | Path) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=OPENSSL_S)
     except FileNotFoundError:
         raise ElasticError(
-            "openssl: it is missing, and makes the run's certificates; install it "
-            "(`apt-get install openssl`)"
+            "openssl: missing, but it makes the run's certificates; type `apt-get install openssl`"
         ) from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [str(error)]

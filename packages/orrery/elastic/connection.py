@@ -1,8 +1,8 @@
 """Connect two sites over mutual TLS, and exchange frames.
 
-- Each end sends a HELLO frame first. A relay is a site that forwards encrypted bytes between two
-  other sites.
-- A connection has a reader and a sender thread. A lock guards the TLS object, because OpenSSL
+- Each end first sends a HELLO frame. A relay is a site that forwards encrypted bytes between two
+  others.
+- A reader and a sender thread share a connection. A lock guards its TLS object, because OpenSSL
   allows no concurrent calls.
 """
 
@@ -36,10 +36,10 @@ Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane)
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # maximum bytes per acquisition of the TLS lock
+SLICE = 1 << 17  # bytes per acquisition of the TLS lock
 SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
-FLUSH_S = 5.0  # time limit to send queued frames after `close`
-HANDSHAKE_S = 10.0  # time limit per socket call
+FLUSH_S = 5.0  # to send queued frames after `close`
+HANDSHAKE_S = 10.0  # per socket call
 MAX_STRANGERS = 32  # maximum unfinished handshakes
 RETRY_S = 0.2
 UNSENT = 1 << 17  # maximum unsent bytes. Other connections take the next frames.
@@ -47,7 +47,7 @@ CONGESTION = b"bbr"  # keeps its rate under random loss
 WINDOW = 8 << 20  # send buffer in bytes, for 0.4 Gb/s at 100 ms round trip
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # a relay's maximum wait for a pair's second site
+WAIT_S = 60.0  # a relay's wait for a pair's second site
 
 
 class BadFrame(Exception):
@@ -103,7 +103,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Receive a frame without payload. Return its header, or None for other data."""
+        """Return the header of a frame without payload, or None for other data."""
         data = b""
         while len(data) < LAYOUT.size:
             if not (more := sock.recv(LAYOUT.size - len(data))):
@@ -130,7 +130,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """A queue of frames that any connection to the peer may send."""
+    """Frames that any connection to the peer may send."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -149,7 +149,7 @@ class Backlog:
 
 
 class PeerConnection:
-    """Connection number `lane` of several to the same peer.
+    """One connection (`lane`) of several to a peer.
 
     `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
     """
@@ -194,7 +194,7 @@ class PeerConnection:
             self._queue.clear()
 
     def close(self) -> None:
-        """Let both threads end after queued frames are sent, or after FLUSH_S."""
+        """End both threads after queued frames are sent, or after FLUSH_S."""
         with self._wake:
             self.is_closed, self._closed_s = True, time.monotonic()
             self._wake.notify_all()
@@ -257,7 +257,7 @@ class PeerConnection:
             self._end("closed")
         except (OSError, ValueError) as error:
             self._end(f"its connection broke ({error})")
-        self._threads[0].join()  # the reader thread still uses the socket
+        self._threads[0].join()  # the reader still uses the socket
         self._tls.close()
 
     def _next(self) -> Sequence[bytes | memoryview] | None:
@@ -290,7 +290,7 @@ class PeerConnection:
 
 
 class Strangers:
-    """Count unfinished handshakes: at most `most`, and half of them from one address."""
+    """Limit unfinished handshakes to `most`, and per address to half of it."""
 
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, threading.Lock()
@@ -311,7 +311,7 @@ class Strangers:
 
 
 class Handshakes:
-    """Make connections. `arrived(tls, hello)` gets accepted connections and must answer `hello`."""
+    """Make connections. `arrived(tls, hello)` must answer `hello` of accepted connections."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -345,7 +345,7 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure, or after `end_s`.
 
-        `place`: address of the peer or, with `is_relay`, of a relay that both sites dial.
+        `place`: address of the peer or, with `is_relay`, of a relay, which both dial.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -416,8 +416,8 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 def widen(sock: socket.socket) -> None:
     """Enlarge the send buffer to WINDOW bytes or the kernel's maximum.
 
-    Skip this if the kernel's tuning reaches that size. setsockopt ends the tuning and doubles the
-    given size (socket(7)).
+    Do nothing if the kernel's tuning, which setsockopt ends, reaches that size. setsockopt doubles
+    the given size (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])

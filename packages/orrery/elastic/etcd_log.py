@@ -1,8 +1,8 @@
-"""Keep a run's ledger (shared state) and the leases of its live sites in etcd.
+"""Keep a run's ledger (shared state) and its sites' leases in etcd.
 
 - Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` and `live/SITE`.
-- The client calls etcd's v3 API, as JSON over HTTPS with mutual TLS. Calls must be idempotent,
-  because the client retries them at all endpoints for `store_s` seconds.
+- The client calls etcd's v3 API, as JSON over HTTPS with mutual TLS. It retries calls at all
+  endpoints for `store_s` seconds, so calls must be idempotent.
 """
 
 import base64
@@ -30,14 +30,12 @@ NOT_FOUND = 5
 FINAL = (3, NOT_FOUND, 6, 9, 11)  # gRPC codes of invalid requests
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 RELEASE_S = 2.0
-ELECTION_S = 4.0  # maximum duration of a leader election with one split vote
-EXPIRY_S = 2.0  # maximum time from a lease's end to the next round
+ELECTION_S = 4.0  # longest leader election with one split vote
+EXPIRY_S = 2.0  # longest time from a lease's end to the next round
 RETRY_WATCH_S = 0.5
 
 
 class EtcdRefused(Exception):
-    """etcd rejected the request as invalid."""
-
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -89,8 +87,7 @@ class EtcdClient:
             self.closed.wait(RETRY_S)
         raise ElasticError(
             f"trainer.elastic.store_timeout_s: no coordinator answered within {within_s:g} s "
-            f"({reason}); "
-            "the rest of the run goes on if it has a majority of them; check the network, then "
+            f"({reason}); other sites continue if most coordinators run; check the network, then "
             "type `orrery join` again"
         )
 
@@ -154,7 +151,7 @@ def below(prefix: str) -> dict[str, str]:
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of each service of a site, or "" if there is none."""
+    """ADDRESS:PORT of a site's services, or ""."""
 
     coordinator: str = ""  # the etcd server
     snapshots: str = ""
@@ -179,7 +176,7 @@ class EtcdLog:
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # Shorter than `dead_s`, because a leader election can prolong the lease.
+        # Below `dead_s`: a leader election can prolong the lease.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
@@ -257,7 +254,7 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # The watch may miss changes, so also read the ledger regularly.
+                # The watch may miss changes, so also poll the ledger.
                 self._changed.wait_for(
                     lambda: self._news > self._revision,
                     max(0.0, min(left_s, self._heartbeat_s / 2)),
@@ -275,7 +272,6 @@ class EtcdLog:
             yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
 
     def live(self, within_s: float) -> frozenset[str]:
-        """Return the ids of the sites with a lease."""
         asked = below(f"{self._prefix}live/") | {"keys_only": True}
         return _site_ids(self._client.call("/v3/kv/range", asked, within_s).get("kvs", []))
 
@@ -285,7 +281,7 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # Renew twice per heartbeat, because a lease may last only two heartbeats.
+        # Renew twice per heartbeat: a lease may last only two heartbeats.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

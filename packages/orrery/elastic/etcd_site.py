@@ -1,7 +1,7 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - Sites with a listener become coordinators one at a time, up to an odd number of at most
-  `coordinators`. If a coordinator's site has no lease for REMOVE_S, it is replaced.
+  `coordinators`. A coordinator whose site has no lease for REMOVE_S is replaced.
 - All sites compute the same changes from etcd's data, so they need no leader.
 """
 
@@ -40,8 +40,8 @@ class Change(NamedTuple):
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
     """Return the coordinator that site `own` must add or remove.
 
-    Sites are ADDRESS:PORT. `voters`: present coordinators. `live`: live sites that can run etcd.
-    `gone`: coordinators to replace. `most`: maximum coordinators.
+    Sites are ADDRESS:PORT. `voters`: coordinators. `live`: live sites that can run etcd. `gone`:
+    coordinators to replace. `most`: maximum number of coordinators.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
@@ -72,10 +72,7 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """A coordinator's etcd server.
-
-    `name`: ADDRESS:PORT for clients. Servers use PORT + 1 among themselves.
-    """
+    """An etcd server. `name`: ADDRESS:PORT for clients. Servers use PORT + 1 among themselves."""
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
         self.name, self._folder, self._run = name, folder, run
@@ -99,8 +96,8 @@ class EtcdServer:
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
         """Start etcd from its data folder, or join the cluster `names` if the folder is empty.
 
-        Set `is_new` only for the run's first server, because with it etcd may replace damaged data
-        by an empty log.
+        Set `is_new` only for the run's first server, because etcd may then replace damaged data by
+        an empty log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -219,8 +216,8 @@ class EtcdSite:
     def _hand_over(self) -> bool:
         """Remove this site's coordinator. Return whether it was removed.
 
-        If it is the only one, wait for another, unless no other site is live. Retry, because etcd
-        may refuse until its members were connected for 5 s.
+        The last coordinator waits for another if other sites are live. Retry, because etcd may
+        refuse until its members were connected for 5 s.
         """
         end_s = time.monotonic() + HAND_OVER_S
         while self.server is not None and self.server.is_running and time.monotonic() < end_s:
@@ -240,7 +237,7 @@ class EtcdSite:
         return {each.coordinator for each in self.log.services(self._heartbeat_s)} - {""}
 
     def donors(self) -> list[str]:
-        """Return ADDRESS:PORT of other live sites' snapshot servers."""
+        """Return other live sites' snapshot servers, as ADDRESS:PORT."""
         found = {each.snapshots for each in self.log.services()}
         return sorted(found - {"", self._snapshots})
 
@@ -256,14 +253,14 @@ class EtcdSite:
             self._ready.set()
         while not self._stop.wait(self._heartbeat_s):
             with suppress(ElasticError, EtcdRefused, OSError):
-                self._step()  # first, because other calls may need this site's server
+                self._step()  # first, because it may start the server
             with suppress(ElasticError, EtcdRefused, OSError):
                 if self.links is not None and (current := self.links.current) is not None:
                     self.links.keep_leased(self.log.live(self._heartbeat_s), current)
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # the calls below may need this server
+            self.server.start()  # calls below may need it
         members = self._members()
         voters = _voters(members)
         if voters != set(self.client.endpoints):

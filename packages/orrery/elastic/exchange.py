@@ -2,9 +2,9 @@
 
 - `ring`: the sum of each of W chunks travels W − 1 hops. Each site decodes it, adds its own values
   in float32 and encodes it again. The total then travels W − 1 hops unchanged.
-- `all_to_all`: each rank adds all sites' values of one chunk, and sends the sum to all.
-- A site with weight wᵢ = 0 forwards frames but adds no values.
-- Arriving sums overwrite parts of Δᵢ. If a peer fails, the caller must compute Δᵢ again.
+- `all_to_all`: each rank adds all values of one chunk, and sends the sum to all.
+- A site with wᵢ = 0 forwards frames but adds no values.
+- Arriving sums overwrite Δᵢ. If a peer fails, the caller must compute Δᵢ again.
 """
 
 import threading
@@ -23,8 +23,8 @@ from orrery.elastic.links import PeerLinks
 from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
-PIECE = 1 << 17  # maximum values per frame
-TIMEOUT_S = 600.0  # maximum wait per frame
+PIECE = 1 << 17  # values per frame
+TIMEOUT_S = 600.0  # wait per frame
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n], to add to the values of the next exchange.
+    """A rank's encoding errors, f32[n], to add to the next exchange's values.
 
     Call `commit` after each committed round. Memory: 8 bytes a parameter.
     """
@@ -118,7 +118,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into one chunk per site, and chunks into pieces of at most PIECE values."""
+    """Cut each bucket into a chunk per site, and chunks into pieces of at most PIECE values."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -149,7 +149,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange some pieces in one thread, which receives frames of number `lane`."""
+    """Exchange the pieces of one lane in one thread."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -160,7 +160,7 @@ class _Lane(ABC):
 
     @abstractmethod
     def first(self) -> Iterator[None]:
-        """Send the frames that need no received data. Yield after each frame."""
+        """Send frames that need no received data. Yield after each."""
 
     @abstractmethod
     def take(self, frame: Frame) -> None: ...
@@ -202,7 +202,7 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return this site's weighted values of a piece. The next call overwrites them."""
+        """Return a piece's weighted values. The next call overwrites them."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
@@ -224,7 +224,7 @@ class _Lane(ABC):
         return wire
 
     def finish(self, number: int, wire: Bytes) -> None:
-        """Overwrite a piece of Δ by its decoded sum. The old values are already sent."""
+        """Overwrite a piece of Δ, which was already sent, by its decoded sum."""
         begin_s = time.monotonic()
         self.site.codec.decode(wire, self.site.delta[self.pieces[number].at])
         self.codec_s += time.monotonic() - begin_s

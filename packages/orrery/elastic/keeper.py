@@ -1,9 +1,9 @@
-"""Publish and serve training-state snapshots in a separate process, the keeper.
+"""Publish and serve snapshots of the training state in the keeper process.
 
 - The trainer copies its state into shared memory, then writes a line to the keeper's stdin.
 - The keeper ends `linger_s` after the trainer, when another keeper starts on its folder, or when
   the folder is removed.
-- At its start, the keeper writes a line to stdout: why it cannot serve, or "".
+- Its first line on stdout says why it cannot serve, or is empty.
 - Over HTTPS with mutual TLS, `/newest` returns the newest header, and `/block/SHA256` a block.
 """
 
@@ -44,8 +44,8 @@ POLL_S = 0.2
 RETRY_S = 5.0
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64  # maximum unfinished TLS handshakes
-READY_S = 60.0  # maximum wait for a keeper's start, plus `bind_s`
-NICE = 10  # low priority: peers' requests must not slow the trainer
+READY_S = 60.0  # maximum wait for a start, plus `bind_s`
+NICE = 10  # peers' requests must not slow the trainer
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
 
@@ -65,7 +65,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # A run that is set back publishes rounds again, so compare modification times.
+            # A run set back publishes rounds again, so compare modification times.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -124,14 +124,11 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
-    bind_s: float = 60.0  # time limit for a previous keeper, which may be hashing, to free the port
+    bind_s: float = 60.0  # limit until a previous keeper, which may be hashing, frees the port
 
 
 class SnapshotKeeper:
-    """Start the keeper process. It outlives the `with` block.
-
-    Raise ElasticError if its port is taken.
-    """
+    """Start a keeper, which outlives the `with` block. Raise ElasticError if its port is taken."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
@@ -146,7 +143,7 @@ class SnapshotKeeper:
             )
 
     def copied(self) -> None:
-        """Tell the keeper of a new copy. Restart the keeper if it has ended."""
+        """Tell the keeper of a new copy. Restart it if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
             options = msgspec.structs.replace(self._options, bind_s=0.0)
@@ -173,7 +170,7 @@ def _start(options: KeeperOptions, stdout: int) -> "subprocess.Popen[bytes]":
 
 
 def _failure(process: "subprocess.Popen[bytes]", within_s: float) -> str:
-    """Return why the keeper cannot serve, or "" if it serves or is silent for `within_s`."""
+    """Return why the keeper cannot serve, or "" if it can or is silent for `within_s`."""
     assert process.stdout is not None
     with process.stdout as answers:
         if not select.select([answers], [], [], within_s)[0]:
@@ -189,14 +186,12 @@ def _tell(process: "subprocess.Popen[bytes]") -> None:
 
 
 class _Door:
-    """Serve the snapshots of a folder to peers."""
-
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self._server: SnapshotServer | None = None
 
     def open(self) -> None:
-        """Start the server, unless it runs or has no host. Raise OSError if the port is taken."""
+        """Start the server, unless it runs or lacks a host. Raise OSError if the port is taken."""
         options = self._options
         if self._server is None and options.host:
             files = Certificates(*(Path(each) for each in options.certificates))
@@ -234,7 +229,7 @@ def keep(options: KeeperOptions) -> None:
 
 
 def _opened(door: _Door, within_s: float) -> str:
-    """Open the door. Return the error if the port stays taken for `within_s`, or ""."""
+    """Return "" once the server runs, or the error if the port stays taken for `within_s`."""
     end_s = time.monotonic() + within_s
     while True:
         try:
@@ -285,7 +280,7 @@ def _take_over(folder: Path) -> Any:
 
 
 def _has_successor(folder: Path, lock: Any) -> bool:
-    """Return whether another keeper has started, or the folder with `lock` was removed."""
+    """Return whether another keeper has started or the folder was removed."""
     has_lock = os.fstat(lock.fileno()).st_nlink > 0
     return not has_lock or (folder / ".successor").exists()
 

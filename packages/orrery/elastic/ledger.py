@@ -62,7 +62,7 @@ class Ledger(msgspec.Struct, frozen=True):
     weights: tuple[int, ...] = ()  # weight by rank, while exchanging
     digests: dict[str, str] = {}  # state digest by member id
     broken: dict[str, tuple[str, ...]] = {}  # reported lost peers by member id
-    strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
+    strikes: tuple[tuple[str, str], ...] = ()  # pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # Mb/s by site id and peer id
     speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b
     committed: CommittedRound | None = None
@@ -81,7 +81,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def known(self) -> frozenset[str]:
-        """Return the ids of members and of sites that join."""
+        """Return the ids of members and joining sites."""
         return self.ids | {each.member.id for each in self.joining}
 
     @property
@@ -89,7 +89,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the running exchange if it lacks a report of `site_id`, or None."""
+        """Return the running exchange if `site_id` has not reported, or None."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -102,12 +102,12 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(
     ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str], max_sites: int = sys.maxsize
 ) -> Ledger:
-    """Add a site, if fewer than `max_sites` live sites take part.
+    """Add a site.
 
     The site becomes a member at once if it has the newest state, no exchange runs, and either no
-    round is committed or no member is live. Otherwise, the site joins at the next exchange. Raise
-    ElasticError if the run refuses the site, and StateLacking if no member is live and the site
-    lacks the newest state.
+    round is committed or no member is live. Otherwise, it joins at the next exchange. Raise
+    StateLacking if no member is live and the site lacks the newest state, and ElasticError if
+    `max_sites` live sites take part or the terms do not fit.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -130,7 +130,7 @@ def admit(
         raise StateLacking(
             f"the run stands at round {ledger.last} and no site is live, but this site holds the "
             f"state of round {terms.round}; start the site with the newest checkpoint first, and "
-            f"with --rewind if the run must go back to it"
+            "with --rewind to set the run back to it"
         )
     ledger = msgspec.structs.replace(
         ledger, terms=ledger.terms or msgspec.structs.replace(terms, round=NO_ROUND, digest="")
@@ -172,7 +172,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If members are live, one must have arrived, because the new epoch would drop them all.
+    If members are live, one must have arrived, or the new epoch would drop all.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -188,7 +188,6 @@ def is_complete(ledger: Ledger, live: Set[str]) -> bool:
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
-    """Begin the exchange between the live sites that have arrived."""
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
     known = {m.id: m for m in (*(each.member for each in ledger.joining), *ledger.members)}
@@ -324,9 +323,8 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 class ShardMap(msgspec.Struct):
     """Assign a shard of the training data to each site. `holders`: shard by site id.
 
-    `trained[k]`: number of documents of shard k that sites may have trained. Documents of lost
-    sites count too, so that no document is trained twice before its shard ends. `num_idle`: rounds
-    in which all weights were 0, without steps of training.
+    `trained[k]`: documents of shard k that live or lost sites may have trained, so that none is
+    trained twice before the shard ends. `num_idle`: rounds without training, with all weights 0.
     """
 
     trained: list[int]

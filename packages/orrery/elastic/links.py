@@ -1,9 +1,8 @@
 """Connect a process to the process of the same rank at every other site, over mutual TLS.
 
-- A frame of another run or epoch (set of sites) closes its connection. So does data of another
-  round.
+- A frame of another run or epoch (set of sites), or data of another round, closes its connection.
 - A lost or silent connection ends the round. The first site that notices tells all others.
-- Between rounds, process 0 of a site measures the speed to each new peer once.
+- Between rounds, a site's process 0 measures the speed to each new peer once.
 """
 
 import hashlib
@@ -34,18 +33,18 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time limit for all connections
+CONNECT_S = 60.0  # for all connections
 PING_S = 2.0
-SILENCE_S = 15.0  # silence after which a peer is lost
+SILENCE_S = 15.0  # until a peer counts as lost
 RETRY_S = 0.2
-QUIET_S = 1.0  # pause before a speed probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused connection attempts until a peer counts as dead
+QUIET_S = 1.0  # pause before a probe, because other sites may still exchange
+MAX_REFUSALS = 10  # refused connections until a peer counts as dead
 NOTHING = np.empty(0, np.uint8)
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26
 FRAME = np.zeros(1 << 16, np.uint8)
 ANSWER_S = 5.0
-FASTEST = 4000  # maximum reported Mb/s. CPUs limit higher speeds.
+FASTEST = 4000  # Mb/s. CPUs limit higher speeds.
 
 
 class LinkPhase(Enum):
@@ -55,7 +54,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """This process's connections to peers. `port`: listening port of the site's process 0."""
+    """This process's connections. `port`: listening port of the site's process 0."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None
-        self._told: tuple[int, LinkBroken] | None = None  # a reported later round and its failure
+        self._told: tuple[int, LinkBroken] | None = None  # a later round and its reported failure
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -88,7 +87,7 @@ class PeerLinks:
             self.port = self._handshakes.listen(host, port + shard if port else 0) - shard
 
     def begin(self, epoch: Epoch, rank: int, number: int, connect_s: float = CONNECT_S) -> None:
-        """Connect to all members, and wait until they begin too. Raise LinkBroken if one fails."""
+        """Connect to all members, and wait until they begin. Raise LinkBroken if one fails."""
         with self._changed:
             if epoch.number < self.epoch or (epoch.number, number) <= (self.epoch, self.round):
                 raise ElasticError(
@@ -293,7 +292,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A failed site itself sends this report to all sites.
+                    # A failed site itself tells all sites.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
@@ -313,8 +312,7 @@ class PeerLinks:
     def _dials(self, rank: int) -> bool:
         """Return whether this site dials `rank`.
 
-        With a relay, both sites dial it. Otherwise, the site without a listener dials, or else the
-        lower rank.
+        Both sites dial a relay. Otherwise, the site without a listener dials, or the lower rank.
         """
         assert self._members is not None
         members = self._members.members
@@ -409,7 +407,7 @@ class PeerLinks:
 class SpeedProbe:
     """Measure speeds. `found`: Mb/s by site id.
 
-    The receiver times only the second half, because TCP's slow start and buffers distort the first.
+    Receivers time only the second half, because TCP's slow start and buffers distort the first.
     """
 
     def __init__(self) -> None:

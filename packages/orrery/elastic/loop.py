@@ -5,8 +5,8 @@
 - θ: weights (θ_start after the last round, θ_now after inner steps). wᵢ: tokens or steps of site i.
 - m: outer momentum, η: learning rate, μ: momentum factor. Without Nesterov, θ ← θ_start − ηm.
 - Round 0 only compares weight digests. Round n exchanges fragment (n − 1) mod F of F fragments.
-- Inner steps may run between `send` and `apply` (arXiv 2501.18512). `apply` then sets the
-  weights to αθ_now + (1 − α)θ. Rounds do not change the inner optimizer's state.
+- Inner steps may run between `send` and `apply` (arXiv 2501.18512). `apply` then sets weights to
+  αθ_now + (1 − α)θ. Rounds do not change the inner optimizer's state.
 - numpy rounds every operation to float32, so equal Δ give equal bits. Memory: 12 bytes a parameter.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) → next (θ, m)
 Fragment = tuple[slice, ...]
-BLOCK = 1 << 15  # values per block, to keep temporary arrays in the cache
+BLOCK = 1 << 15  # values per block, so that temporaries fit the cache
 DOTTED = 1 << 12  # values per BLAS call. Longer calls start threads and slow down.
 MAX_ATTEMPTS = 16
 
@@ -58,12 +58,12 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now (`now`) as the next θ: the exact outer step of one site with η = 1 and μ = 0."""
+    """Return θ_now (`now`) as the next θ: the exact step of one site with η = 1 and μ = 0."""
     return now, momentum
 
 
 class OuterState:
-    """θ_start, m and Δ of one rank's weights, f32[n] each. `fragments`: slices that cover them."""
+    """θ_start, m and Δ of a rank's weights, f32[n] each. `fragments`: slices that cover them."""
 
     def __init__(self, num_parameters: int, fragments: Sequence[Fragment] = ()) -> None:
         self.start, self.momentum, self.delta = (
@@ -84,7 +84,6 @@ class OuterState:
         self._digests = [""] * len(self.fragments)
 
     def replaced(self, start: Floats, momentum: Floats) -> "OuterState":
-        """Return a copy with new `start` and `momentum`."""
         other = copy.copy(self)
         other.start, other.momentum = start, momentum
         other.forget()
@@ -129,7 +128,6 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 
 
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
-    """Return Σ wᵢΔᵢ / Σ wᵢ in float32."""
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):
         if weight:
@@ -138,7 +136,7 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product, summed in float32 per DOTTED values, then in float64."""
+    """Return the inner product, in float32 per DOTTED values, then in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)
 
@@ -149,10 +147,10 @@ class Weights(Protocol):
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield pairs (slice, values on the host) of all weights, or of fragment `within`."""
+        """Yield (slice, values on the host) of all weights, or of fragment `within`."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
-        """Replace all weights, or those of fragment `within`, by `values` f32[n]."""
+        """Replace all weights, or fragment `within`, by `values` f32[n]."""
 
 
 class Exchange(Protocol):
@@ -172,16 +170,15 @@ class Rounds(Protocol):
 
 
 class Ranks(Protocol):
+    """A site's ranks. The methods are collectives."""
+
     is_first: bool
 
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
-        """Call `make` on the first rank. Return its result, or raise its error, on all ranks.
-
-        A collective.
-        """
+        """Call `make` on the first rank. Return its result, or raise its error, on all ranks."""
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
-        """Return every rank's value. A collective."""
+        """Return every rank's value."""
 
 
 class OneRank:
@@ -201,7 +198,7 @@ class RoundRow(msgspec.Struct, frozen=True):
     weights: tuple[int, ...]
     num_attempts: int
     delta_norm: float
-    delta_cosine: float | None  # cosine of this site's and the mean Δ, None if one is 0
+    delta_cosine: float | None  # between this site's and the mean Δ, None if one is 0
     num_bytes: int
     sync_s: float
     digest: str
@@ -213,7 +210,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """Run rounds on one rank. `round`: number of the next round. `fragment`: its weights."""
+    """Run rounds on one rank. `round`: the next round's number. `fragment`: its weights."""
 
     def __init__(
         self,
@@ -271,8 +268,7 @@ class OuterLoop:
     def exchange(self, has_weight: bool = True) -> RoundRow:
         """Run a round while inner steps pause, with weight 0 unless `has_weight`. A collective.
 
-        Raise LeaseLost if the site must fetch its peers' state, and ElasticError if the round
-        fails.
+        Raise LeaseLost if the site must fetch its peers' state, ElasticError if the round fails.
         """
         return self._apply(self._run(self.tokens if has_weight else 0), 0.0)
 
@@ -320,7 +316,7 @@ class OuterLoop:
         return result.row
 
     def _run(self, tokens: int) -> _Result:
-        """Run a round without changing weights, because inner steps may run meanwhile."""
+        """Run a round without changing weights, because inner steps may run."""
         begin_s, num_bytes = time.monotonic(), 0
         number = self.round
         outer_round = self._begin(tokens)
@@ -328,8 +324,8 @@ class OuterLoop:
         while not is_committed:
             if (num_attempts := num_attempts + 1) > MAX_ATTEMPTS:
                 raise ElasticError(
-                    f"round {number}: broke {MAX_ATTEMPTS} times, so this site ends; read the "
-                    f"logs, and start it again with `orrery join`"
+                    f"round {number}: broke {MAX_ATTEMPTS} times; read the logs, then type "
+                    "`orrery join` again"
                 )
             rank = outer_round.epoch.rank(self.site_id)
             squared_norm = self._read_delta()

@@ -1,6 +1,6 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
-A site changes the ledger (shared state) by compare-and-swap while it holds its lease.
+A site with a lease changes the ledger (shared state) by compare-and-swap.
 """
 
 import sys
@@ -17,7 +17,7 @@ __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "R
 
 
 class Membership(Protocol):
-    """A site's membership. Methods block, and raise LeaseLost if the site must rejoin."""
+    """Methods block, and raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         """Join the run with a new site id. Raise ElasticError if the run refuses the site."""
@@ -31,13 +31,13 @@ class Membership(Protocol):
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
-        """Report the `digest` of the outer step's result. Return whether the round is committed.
+        """Report the outer step's `digest`. Return whether the round is committed.
 
         If not, the caller must begin the same round again.
         """
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
-        """Report lost ranks. Return the same round in a new epoch without dead sites."""
+        """Report lost ranks. Return the round in a new epoch without dead sites."""
 
     def leave(self) -> None: ...
 
@@ -53,17 +53,17 @@ class EpochLog(Protocol):
     """A linearizable store of the ledger and the leases."""
 
     def acquire(self, site_id: str) -> None:
-        """Take a lease, and renew it by heartbeats."""
+        """Take a lease and renew it."""
 
     def release(self) -> None:
-        """Release the lease, so that other sites notice at once."""
+        """Release the lease, so that other sites notice."""
 
     def read(self) -> LedgerView: ...
 
     def write(self, ledger: Ledger, view: LedgerView) -> bool:
         """Replace the ledger. Return False if it changed after `view`.
 
-        Raise LeaseLost if this site's lease has ended.
+        Raise LeaseLost if the lease has ended.
         """
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
@@ -76,8 +76,8 @@ class EpochLog(Protocol):
 class RoundPace:
     founders: int = 1  # quorum of the first round
     quorum: int = 1  # quorum of later rounds
-    grace_s: float = 600.0  # wait for late sites after a quorum arrived
-    suspect_s: float = 4.0  # wait for a member that others report as lost
+    grace_s: float = 600.0  # wait for late sites after a quorum
+    suspect_s: float = 4.0  # wait for a member reported as lost
     exchange_s: float = 600.0  # wait for all members' reports
     max_sites: int = sys.maxsize
 

@@ -1,8 +1,8 @@
-"""Choose the order of sites in the ring, and relays between sites, from measured speeds.
+"""Choose the ring's order and relays between sites by measured speeds.
 
-- Speeds are in Mb/s (0 if unmeasured). All sites use the same speeds, so their choices agree.
-- A pair uses a relay if neither site has a listener, or if the relayed path is GAIN times faster.
-  A relay halves the speed, because it also sends its own frames.
+- Speeds are in Mb/s (0 if unmeasured). Sites use the same speeds, so their choices agree.
+- A pair uses a relay if neither site has a listener, or the relayed path is GAIN times faster. A
+  relay halves the speed, because it also sends its own frames.
 - The ring maximises its slowest edge's speed. Above MAX_EXACT_SITES sites, the search is greedy.
 """
 
@@ -16,7 +16,7 @@ MAX_EXACT_SITES = 10
 
 @cache
 def relay(epoch: Epoch, a: int, b: int) -> int | None:
-    """Return the rank that relays between ranks a and b, or None for a direct connection."""
+    """Return the relay between ranks a and b, or None for a direct connection."""
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
@@ -44,7 +44,7 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the speed of the slowest edge in `chosen`'s ring, as measured in `newest`."""
+    """Return the slowest edge's speed in `chosen`'s ring, as measured in `newest`."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]
@@ -67,7 +67,7 @@ def _path(epoch: Epoch, a: int, over: int | None, b: int) -> float:
 
 
 def _exact(rows: list[list[float]]) -> tuple[int, ...]:
-    """Return the best ring, by dynamic programming over visited sets."""
+    """Use dynamic programming over visited sets."""
     num = len(rows)
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (float("inf"), (0,))}
     for visited in range(1, 1 << num, 2):

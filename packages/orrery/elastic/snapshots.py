@@ -1,9 +1,8 @@
-"""Store training states as snapshots (folders of files with hashed blocks), and fetch them.
+"""Store and fetch training states as snapshots (folders of files with hashed blocks).
 
-- A snapshot `round_N` has a file per part of the state, and `snapshot.json` with the sha256 of each
-  block. A rename publishes it, so readers never see a part.
+- A snapshot `round_N` has a file per part of the state, and `snapshot.json` with each block's
+  sha256. A rename publishes it, so readers see it whole or not at all.
 - The trainer only copies its state to `round_N.copied`. The keeper hashes and publishes it.
-- A site fetches blocks from several keepers at once.
 """
 
 import hashlib
@@ -32,9 +31,9 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # time limit of a whole HTTP response
+ANSWER_S = 300.0  # for a whole HTTP response
 POLL_S = 0.2
-LANES = 2  # connections per peer, to receive a block while hashing another
+LANES = 2  # connections per peer, to receive and hash at once
 MAX_HEADER_BYTES = 64 << 20
 # a deeply nested header raises RecursionError
 BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)
@@ -55,7 +54,7 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     digest: str
     block_bytes: int
     parts: dict[str, SnapshotPart]
-    facts: dict[str, Any] = {}  # for example the training step
+    facts: dict[str, Any] = {}  # such as the training step
 
     def blocks(self) -> Iterator["Block"]:
         for name, part in self.parts.items():
@@ -77,7 +76,7 @@ class BlockLacking(Exception):
 
 
 class FetchFailed(ElasticError):
-    """Some blocks of a snapshot are missing. `num_fetched`: blocks that arrived."""
+    """Blocks are missing. `num_fetched`: blocks that arrived."""
 
     def __init__(self, text: str, num_fetched: int) -> None:
         super().__init__(text)
@@ -88,7 +87,7 @@ class BlockSource(Protocol):
     name: str
 
     def read(self, block: Block) -> bytes:
-        """Return the block. Raise BlockLacking if it is missing, or OSError if the source fails."""
+        """Raise BlockLacking if the block is missing, or OSError if the source fails."""
 
 
 class FolderSource:
@@ -119,7 +118,7 @@ def read_header(snapshot: Path) -> StateSnapshot:
         header = msgspec.json.decode(path.read_bytes(), type=StateSnapshot)
     except (OSError, msgspec.MsgspecError) as error:
         raise ElasticError(
-            f"{path}: it cannot be read ({error}); remove {snapshot} to use the snapshot before it"
+            f"{path}: cannot be read ({error}); remove {snapshot} to use the snapshot before it"
         ) from error
     check_header(header, str(path))
     return header
@@ -154,10 +153,7 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, for the keeper to publish.
-
-    Raise ElasticError if it lacks space.
-    """
+    """Copy the state into `folder`, for the keeper. Raise ElasticError if it lacks space."""
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
 
@@ -213,7 +209,7 @@ def _copied(
 def publish_copies(folder: Path, keep: int) -> list[Path]:
     """Hash and publish all copies. Return their folders. Keep the newest `keep` snapshots.
 
-    Remove newer rounds, left from before the run was set back.
+    Remove later rounds, from before the run was set back.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -242,7 +238,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
     for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
-            path.rename(aside)  # so that readers never see a partly removed folder
+            path.rename(aside)  # readers must not see a partly removed folder
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -267,7 +263,7 @@ def verify(snapshot: Path) -> StateSnapshot:
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
     """Fetch a snapshot from `sources` and publish it below `folder`.
 
-    Drop sources that fail or send a wrong block. Raise FetchFailed if blocks are still missing.
+    Drop sources that fail or send a wrong block. Raise FetchFailed if blocks are missing.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -327,7 +323,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block not in `lacking`, or None. Wait while other threads may put one back."""
+        """Return a block not in `lacking`, or None. Wait while threads may put one back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):
@@ -439,11 +435,11 @@ def fetch_state(
     certificates: Certificates,
     deadline_s: float,
 ) -> Path:
-    """Fetch the newest committed state from all peers. Return the snapshot's folder.
+    """Fetch the newest committed state from all peers at once. Return its folder.
 
     `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
-    digest). Raise FetchFailed after `deadline_s` without a new block, or if all peers are past
-    the wanted round.
+    digest). Raise FetchFailed after `deadline_s` without a new block, or if a peer has a later
+    round and none has this round.
     """
     end_s, reason, num_fetched = time.monotonic() + deadline_s, "no peer is live", 0
     while True:
@@ -480,6 +476,6 @@ def fetch_state(
         if is_gone or time.monotonic() >= end_s:
             raise FetchFailed(
                 f"recovery: no state of round {number} from other sites ({reason}); check that "
-                "they run and that their recovery port is open, then join again",
+                "they run and their recovery port is open, then join again",
                 num_fetched,
             )

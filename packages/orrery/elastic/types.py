@@ -26,8 +26,6 @@ class LeaseLost(Exception):
 
 
 class LinkBroken(Exception):
-    """A peer failed during an exchange."""
-
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank}: {reason}")
         self.rank = rank
@@ -35,10 +33,10 @@ class LinkBroken(Exception):
 
 
 class SiteMember(msgspec.Struct, frozen=True, order=True):
-    id: str  # 32 hexadecimal digits, drawn when the site starts
+    id: str  # 32 hexadecimal digits, drawn at the start
     address: str
-    port: int  # 0 if the site accepts no connections
-    shard: int | None = None  # data shard, if the operator chose one
+    port: int  # 0 without a listener
+    shard: int | None = None  # the operator's choice of data shard
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -55,7 +53,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """One exchange. `weights`: sites' weights by rank."""
+    """One exchange. `weights`: by rank."""
 
     number: int
     epoch: Epoch
@@ -68,7 +66,7 @@ class Terms(msgspec.Struct, frozen=True):
     manifest: str
     code: str
     codec: str
-    memory_bytes: int  # a site's free host memory, or the run's minimum
+    memory_bytes: int  # free host memory, or the run's minimum
     protocol: int = PROTOCOL
     codecs: tuple[str, ...] = ()
     round: int = NO_ROUND  # last round in this site's state
@@ -110,10 +108,9 @@ def check_terms(run: Terms, site: Terms) -> None:
 
 
 class SitePlace(msgspec.Struct, frozen=True):
-    """This site's settings.
+    """`listen`: own ADDRESS:PORT, or "" for no listener. `join`: ADDRESS:PORT of any site.
 
-    `listen`: own ADDRESS:PORT, or "" for no listener. `join`: ADDRESS:PORT of any site. The first
-    site joins itself.
+    The first site joins itself.
     """
 
     listen: str
@@ -136,7 +133,7 @@ def read_place(run_dir: Path) -> SitePlace:
 
 
 def end_rewind(run_dir: Path, place: SitePlace) -> None:
-    """Write `rewinds: false` into the site's file, because a rewind is for one start."""
+    """Write `rewinds: false` into the site's file: a rewind is for one start."""
     if place.rewinds:
         ended = msgspec.structs.replace(place, rewinds=False)
         write_atomic(run_dir / SITE_FILE, msgspec.json.encode(ended))

@@ -1,4 +1,4 @@
-"""List the codecs for the weight changes that sites exchange."""
+"""List the codecs for exchanged weight changes."""
 
 from orrery.elastic.codecs.base import Codec
 from orrery.elastic.codecs.formats import (

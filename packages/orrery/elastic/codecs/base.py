@@ -1,11 +1,11 @@
-"""Define the interface of codecs between float32 values and bytes, and load their native code.
+"""Define the interface of codecs between float32 values and bytes, with native code.
 
 - Blocks of `block` values are encoded independently.
-- Magnitudes are at most 2^100. Lossy codecs decode a block of magnitudes below 2^-100 to zeros.
-- Equal values give equal bytes on every host, with or without native code. Each
-  float32 operation rounds once, and sums use integers.
-- `g++` builds the native code into `~/.cache/orrery`. Hosts may share the cache, so the file name
-  has a hash of the processor's features.
+- Magnitudes are at most 2^100. Lossy codecs decode blocks below 2^-100 to zeros.
+- Equal values give equal bytes on every host, with or without native code, because each float32
+  operation rounds once and sums use integers.
+- `g++` builds native code into `~/.cache/orrery`. Hosts may share this folder, so file names hash
+  the processor's features.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ Bytes = NDArray[np.uint8]
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
 UNITS = np.float32(2.0**20)  # sums are integers in units of max |x| / 2^20
-THREAD_VALUES = 1 << 18  # minimum values per thread
+THREAD_VALUES = 1 << 18  # minimum per thread
 SOURCE = Path(__file__).with_name("native.cpp")
 # Without `-ffp-contract=off`, a fused multiply-add rounds once where numpy rounds twice.
 FLAGS = (
@@ -48,13 +48,13 @@ BUILD_S = 120.0
 
 
 class Library:
-    """The codecs' native functions. Their last two arguments select blocks [first, last)."""
+    """Native functions. Their last two arguments select blocks [first, last)."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return a function that encodes. It returns the index of an invalid value or -1."""
+        """Return a function that encodes, and returns an invalid value's index or −1."""
         call = self._library[f"{kind}_encode"]
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
@@ -132,7 +132,7 @@ class Codec(ABC):
     block: ClassVar[int]
 
     def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
-        """`native`: a library, True to build one, False or None to use numpy."""
+        """`native`: a library, True to build one, False or None for numpy."""
         found = library() if native is True else native or None
         self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
         self._encode_sum = found.sum_encoder(self.kind) if found else None
@@ -150,7 +150,7 @@ class Codec(ABC):
     def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
         """Return x, f32[n], as bytes, in `out` if given.
 
-        Raise ElasticError for NaN, infinity and magnitudes over 2^100.
+        Raise ElasticError for NaN and magnitudes over 2^100.
         """
         x = _floats(x, "x")
         wire = np.empty(self.wire_bytes(x.size), np.uint8) if out is None else out
@@ -168,7 +168,7 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Encode `share` · x plus the decoded `added` into `out`, and return it.
+        """Encode `share` · x + decoded `added` into `out`, and return it.
 
         If `share` is 0, x may contain NaN.
         """
@@ -255,7 +255,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale, max |x| / `steps`, and 1 / scale, or 0 if max |x| < SMALLEST."""
+    """Return each row's scale max |x| / `steps`, and its inverse. Both are 0 below SMALLEST."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

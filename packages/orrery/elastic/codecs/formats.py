@@ -149,9 +149,9 @@ class TopK2BitCodec(Codec):
     (high), or of the others (low). `ErrorFeedback` sends dropped values later. Source: SparseLoCo
     (arXiv 2508.15706).
 
-    A block of m values keeps k = ⌈m/64⌉ values. Layout: low and high level (float32), k codes of 2
-    bits, k indices of 12 bits, each list padded to whole bytes. Bit 0 of a code selects the level,
-    bit 1 is the sign.
+    A block of m values keeps k = ⌈m/64⌉. Layout: low and high level (float32), k codes of 2 bits, k
+    indices of 12 bits, each list padded to whole bytes. Bit 0 of a code is the level, bit 1 the
+    sign.
     """
 
     kind = "top_k_2bit"
@@ -221,7 +221,7 @@ def _kept(records: Bytes, m: int) -> tuple[NDArray[np.int64], Floats]:
     split = 8 + -(-k // 4)
     levels = np.ascontiguousarray(records[:, :8]).view(np.float32)
     codes = _numbers(records[:, 8:split], k, 2)
-    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # damaged data may hold more
+    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # for damaged data
     values = np.take_along_axis(levels, codes & 1, axis=1)
     return places, np.where(codes & 2, -values, values)
 
