@@ -377,7 +377,7 @@ def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence
     with pytest.raises(OrreryError) as refused:
         check_room(tmp_path / "run", num_nodes, 3, 10**9 + 1)
     words = (
-        f"transport.weights: 'files' holds 4 versions of 1.00 GB in {folder} at a time, "
+        f"transport.weights: 'files' keeps 4 versions of 1.00 GB in {folder}, "
         "4.00 GB, of which 4.00 GB are free"
     )
     assert words in str(refused.value) and enlarge in str(refused.value)

@@ -1,7 +1,7 @@
 """Write and find checkpoints. A folder is valid only with the marker file `COMPLETE`.
 
-- Attempt k writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
-  every file's sha256 into `files.json`, and last the marker.
+- Attempt k writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes each file's
+  sha256 into `files.json`, and last the marker.
 - Removal begins with the marker, so a partly removed checkpoint is invalid.
 """
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with orchestrator state written after the checkpoint
-PUBLISHED = "published.json"  # digests of the published weight versions
+LATER = "later"  # prefix of folders with later orchestrator state
+PUBLISHED = "published.json"  # digests of published weight versions
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders being removed
 
@@ -54,7 +54,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 
 
 def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
-    """Return whether `stage` saves a checkpoint after `step`. SFT's last step exports instead."""
+    """Return whether to save a checkpoint after `step`. SFT's last step exports instead."""
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
         return at_interval and step < manifest.sft.num_steps
@@ -87,7 +87,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write each file's size in bytes and sha256 into `note` (JSON).
 
-    Call this last, because the note's reader may then rename the folder.
+    Call this last: the note's reader may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -98,8 +98,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Files in `notes` (see `write_note`) are not hashed again. Raise RunFailed if such a file is
-    missing or has another size.
+    Files in `notes` (see `write_note`) are not hashed again. Raise RunFailed if one is missing or
+    has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
     rest = [name for name in _files(folder) if name not in digests]
     if not digests and not rest:
-        raise OrreryError(f"{folder}: has no files; a checkpoint holds at least one file")
+        raise OrreryError(f"{folder}: has no files; a checkpoint needs at least one")
     for name in rest:
         sync(folder / name)
     for parent in sorted({(folder / name).parent for name in (*digests, *rest)}):
@@ -130,8 +130,8 @@ def verify(
 ) -> None:
     """Raise OrreryError, ending in `remedy`, if a file is damaged, missing or not in `files.json`.
 
-    - `share` (i, n): hash every n-th file, from file i on.
-    - `each`: called in worker threads after every CHUNK_BYTES.
+    - `share` (i, n): hash every n-th file from file i.
+    - `each`: called in worker threads after each CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -230,8 +230,8 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(
-            f"{path}: missing; every rank that writes files of a checkpoint writes their sha256 "
-            "there. Read the role's logs"
+            f"{path}: missing, so a rank did not write its part of the checkpoint. "
+            "Read the role's logs"
         )
     try:
         noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])

@@ -1,8 +1,8 @@
-"""Hold training data as columns: numpy arrays over all tokens or all samples.
+"""Hold training data as columns: numpy arrays over all tokens or samples.
 
 - A sample is a rollout or an SFT example. Sample i has tokens `offsets[i]:offsets[i + 1]`.
-- Token columns are `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Columns not listed
-  below may have any dtype.
+- Token columns are `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Unlisted columns may
+  have any dtype.
 - `logprob[t]` is log p(token t | earlier tokens). The loss includes token t if `trained[t]`.
 - Defaults of absent columns: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
 """
@@ -35,8 +35,8 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # policy version when the sample's group started
-    "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
+    "dispatch_version": np.dtype("int32"),  # policy version at the start of the group
+    "engine": np.dtype("int32"),  # index, or −1 if unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -45,7 +45,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of several samples. Do not write to the arrays."""
+    """Do not write to the arrays."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -96,7 +96,6 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Raise ValueError if the parts' columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -137,7 +136,7 @@ class Slot(msgspec.Struct, frozen=True):
 class ColumnLayout(msgspec.Struct, frozen=True):
     """Byte ranges (slots) of columns in a buffer, without gaps.
 
-    Larger dtypes come first, to align each column.
+    Larger dtypes come first, for alignment.
     """
 
     slots: tuple[Slot, ...]
@@ -153,7 +152,7 @@ class ColumnLayout(msgspec.Struct, frozen=True):
             if slot.start != start:
                 raise ValueError(
                     f"slot {slot.name!r} starts at byte {slot.start}, "
-                    f"not at {start}, the end of the slot before it"
+                    f"but the slot before it ends at {start}"
                 )
             start += slot.num_bytes
         if start != self.num_bytes:
@@ -167,7 +166,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Raise ValueError if the parts' columns differ or have an unsupported dtype."""
+    """Raise ValueError if columns differ between parts or have an unsupported dtype."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -291,7 +290,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into JSON header and data. Raise ValueError if damaged.
 
-    Needed, because safetensors cannot read bfloat16 into numpy arrays.
+    The library safetensors cannot read bfloat16 into numpy arrays.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -303,7 +302,7 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """Return memory-mapped columns and metadata. Raise OrreryError for a bad or missing file.
+    """Return memory-mapped columns and metadata. Raise OrreryError for a bad file.
 
     The columns become invalid if another machine removes the file over NFS.
     """

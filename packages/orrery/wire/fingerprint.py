@@ -5,7 +5,7 @@ b_i is element i in row-major order, with its bits read as a signed integer:
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
-- The "share" of a slice is the sum over its elements. Shares of disjoint slices add up to F.
+- A slice's "share" is the sum over its elements. Shares of disjoint slices add up to F.
 - A flipped bit changes F, because c_i is odd. F detects damage, not tampering.
 """
 
@@ -42,7 +42,6 @@ FACTORS = _mixed(np.arange(1 << 63, (1 << 63) + GROUP, dtype=np.uint64))  # k(0)
 
 
 def tensor_fingerprint(tensor: "torch.Tensor") -> int:
-    """Return the fingerprint, in [0, 2^64)."""
     shape = tuple(tensor.shape)
     return int(slice_share(tensor.detach(), shape, (0,) * len(shape)).item()) & MASK
 
@@ -61,7 +60,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return 16 hex digits that hash the names and fingerprints."""
+    """Return a hash of names and fingerprints, 16 hex digits."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -71,8 +70,8 @@ def slice_share(
 ) -> "torch.Tensor":
     """Return a slice's share of the fingerprint, i64 [].
 
-    The slice starts at index `starts` of a tensor of shape `full_shape`. Raise ValueError if the
-    dtype has no integer view.
+    The slice starts at index `starts` of a tensor of shape `full_shape`. Raise ValueError for a
+    dtype without integer view.
     """
     import torch
 
@@ -179,7 +178,7 @@ def _signed(unsigned: int) -> int:
 class SliceSpec(NamedTuple):
     """A slice from index `starts` of a tensor of shape `full_shape`.
 
-    It lies dense and row-major at byte `offset` of a buffer.
+    It is dense and row-major at byte `offset` of a buffer.
     """
 
     offset: int
@@ -192,7 +191,7 @@ class SliceSpec(NamedTuple):
     def rows(self) -> tuple[int, int, int] | None:
         """Return (row length, row stride, first position) in elements, or None if strides vary.
 
-        A row is a run of consecutive elements of the full tensor.
+        A row is a run of elements of the full tensor.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))

@@ -1,8 +1,7 @@
-"""Compute the fingerprint shares of many slices of a buffer in one Triton pass.
+"""Compute fingerprint shares of many slices in one Triton pass.
 
 Symbols are as in `fingerprint`. A group has GROUP elements. If a slice's rows are whole groups, the
-kernel `_groups` multiplies only 32-bit integers per element. With W bits per element and the
-unsigned integer u = b + 2^(W−1):
+kernel `_groups` multiplies only 32-bit integers. With W bits per element and u = b + 2^(W−1) ≥ 0:
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
     u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
@@ -25,9 +24,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice. It starts at element `begin` of the buffer and element `origin` of the full tensor.
+    """A slice from element `begin` of the buffer and element `origin` of the full tensor.
 
-    Rows of `num_columns` consecutive elements start `row_stride` elements apart in the tensor.
+    In the tensor, rows of `num_columns` elements start `row_stride` elements apart.
     """
 
     begin: int
@@ -67,7 +66,7 @@ def _groups(
     STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Add each slice's fingerprint share to `out`. The slices' rows must be whole groups.
+    """Add each slice's share to `out`. Rows must be whole groups.
 
     `begin` counts 32-bit words, and is a multiple of LOAD. `num_columns`, `row_stride` and `origin`
     count groups.
@@ -140,8 +139,8 @@ class KernelLaunch(NamedTuple):
     kernel: Any
     integers: torch.dtype  # view of the buffer
     factors: list[torch.Tensor]
-    slice_of: torch.Tensor  # i32 [programs], index of the slice
-    first_of: torch.Tensor  # i32 [programs], index of the first element or group
+    slice_of: torch.Tensor  # i32 [programs], slice
+    first_of: torch.Tensor  # i32 [programs], first element or group
     rows: list[torch.Tensor]  # one tensor [slices] per field of `Rows`
     constants: dict[str, int]
 

@@ -1,7 +1,7 @@
 """Read files that another node writes to NFS.
 
-NFS clients cache missing names for up to a minute. Listing the folder bypasses this cache. Writers
-must sync all files before the marker that announces them.
+NFS clients cache missing names for up to a minute, unless the folder is listed. Writers must sync
+files before the marker that announces them.
 """
 
 import errno
@@ -20,12 +20,12 @@ POLL_S = 0.1
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content, or None if the file is missing or just replaced."""
+    """Return the content, or None if missing or just replaced."""
     return _if_there(path.read_bytes)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes if the file is replaced, or None if it is missing."""
+    """Return a value that changes if the file is replaced, or None if missing."""
     status = _if_there(path.stat)
     return None if status is None else (status.st_ino, status.st_mtime_ns)
 

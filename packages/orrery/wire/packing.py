@@ -1,8 +1,8 @@
-"""Pack samples into micro-batches ("bins"), one for each rank and micro-step.
+"""Pack samples into micro-batches ("bins"), one per rank and micro-step.
 
-- No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
+- No micro-batch exceeds `max_tokens`, padding included. Ranks have equally many micro-steps.
 - Without padding, there are at most 11/9 · minimum + 1 bins, rounded up to whole micro-steps.
-- The slowest rank determines a micro-step's duration, so its micro-batches get similar costs.
+- A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
 """
 
 from bisect import bisect_left, insort
@@ -46,8 +46,8 @@ def pack(
 
     - `lengths`: tokens per sample, int64 [num_samples].
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
-    - `attention`: cost per sample instead of quadratic · n², float64 [num_samples].
-    - `padded`: the model pads samples to the longest in the micro-batch.
+    - `attention`: costs instead of quadratic · n², float64 [num_samples].
+    - `padded`: the model pads samples to the micro-batch's longest.
     - `multiple`: ranks that share a sample pad it to a multiple of so many tokens.
 
     Raise OrreryError if a sample is empty or exceeds `max_tokens`.
@@ -195,7 +195,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Micro-batches, made at each access to save memory. `make` must be deterministic."""
+    """Micro-batches made at each access, to save memory. `make` must be deterministic."""
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
         self._length = length

@@ -1,4 +1,4 @@
-"""Exchange messages with a child process that recomputes log-probs, over stdin and stdout.
+"""Exchange messages over stdin and stdout with a process that recomputes log-probs.
 
 A frame is a length in bytes (u32, little endian) and a msgpack message.
 """
@@ -28,7 +28,7 @@ class Recompute(msgspec.Struct, frozen=True):
 class Recomputed(msgspec.Struct, frozen=True):
     """Each token's log-prob, and entropy and variance of log p over the vocabulary.
 
-    Fields are f32 [n], or empty if the weights no longer exist.
+    Fields are f32 [n], or empty if the weights are gone.
     """
 
     logprob: bytes = b""
@@ -48,7 +48,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(stream: BinaryIO, kind: type[T]) -> T | None:
-    """Return the next message, or None at the stream's end. Raise RunFailed for damaged data."""
+    """Return the next message, or None at the end. Raise RunFailed for damaged data."""
     head = stream.read(LENGTH.size)
     if not head:
         return None

@@ -1,7 +1,7 @@
 """Publish and find the addresses of a stage's processes (roles).
 
-Addresses are files in `stages/<stage>/endpoints/`. Files of earlier attempts are ignored. A
-process's incarnation counts its restarts.
+Addresses are files in `stages/<stage>/endpoints/`. Files of earlier attempts are ignored. An
+incarnation counts a process's restarts.
 """
 
 import os
@@ -91,7 +91,7 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """Return endpoints 0 to `count` − 1 of `role`, once all are published.
+    """Return endpoints 0 to `count` − 1 of `role` once published.
 
     Call `meanwhile` at each poll. Raise RunFailed after `deadline_s` seconds.
     """
@@ -125,12 +125,12 @@ NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return an engine request's timeout in seconds, long enough for a weight update."""
+    """Return an engine request's timeout, with time for a weight update."""
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the token ids of a test prompt, the canary, equal in all processes."""
+    """Return the ids of a test prompt, the canary, equal in all processes."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

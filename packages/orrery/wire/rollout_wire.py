@@ -1,10 +1,10 @@
 """Send batches from the orchestrator to the trainer's ranks.
 
 - A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
-  the batch exists, so a rank can join or restart at any time.
-- The answer to `micro_step` −1 has the batch's totals and info. Other answers have a ticket for a
-  micro-batch (see `sockets.py`).
-- A rank repeats an ask until its answer arrives. Repeats on one connection get one answer.
+  the batch exists, so ranks can join or restart at any time.
+- The answer to `micro_step` −1 has the batch's totals and info. Others have a micro-batch's ticket
+  (see `sockets.py`).
+- A rank repeats an ask until it is answered. Repeats on one connection get one answer.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from orrery.wire.sockets import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # silence after which a rank reconnects
-NUM_HANDSHAKES = 5  # consecutive failed handshakes that raise RunFailed
+SILENCE_S = 10.0  # until a rank reconnects
+NUM_HANDSHAKES = 5  # failures in a row that raise RunFailed
 _HEAD = -1
 
 
@@ -44,8 +44,8 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: equally many per rank. Arrays must not change until all
-      ranks acknowledge the batch.
+    - `micro_batches[rank][micro_step]`: equally many per rank, with arrays that must not change
+      until all ranks acknowledge the batch.
     - `totals` (token counts for the loss) and `info`: JSON values.
     """
 
@@ -55,7 +55,6 @@ class Batch:
     info: dict[str, Any] = field(default_factory=dict)
 
     def check(self, num_ranks: int, after_step: int | None) -> None:
-        """Raise OrreryError if micro-batch counts are wrong, or `step` is not newer."""
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
             raise OrreryError(
@@ -70,7 +69,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's part of a batch. Iterate only once, because iteration fetches the data."""
+    """One rank's part of a batch. Iterate only once: iteration fetches the data."""
 
     step: int
     rank: int
@@ -155,7 +154,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait until all ranks acknowledged earlier batches. Then send in the background."""
+        """Wait until all ranks acknowledged earlier batches, then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: not self._held)
@@ -166,7 +165,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest asked step."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
@@ -301,7 +300,7 @@ class RolloutReceiver:
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's part of batch `step`, or raise RunFailed.
 
-        `deadline_s` limits each wait for the sender, here and during iteration.
+        `deadline_s` limits each wait for the sender, also during iteration.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches
@@ -330,7 +329,7 @@ class RolloutReceiver:
             following = None if is_last else self._ask(step, micro_step + 1)
             columns = self._gather(ask, head, deadline_s)
             if is_last:
-                self._done(step)  # acknowledge before `yield`: the caller may stop iterating
+                self._done(step)  # before `yield`: the caller may stop iterating
             ask = following
             yield columns
 

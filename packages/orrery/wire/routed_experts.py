@@ -1,8 +1,8 @@
-"""Replay routing (R3): the trainer uses the experts that an engine's routers chose.
+"""Replay routing (R3): the trainer uses the experts that the engine chose.
 
-- Row t of column `routed_experts` [tokens, layers, top_k] holds the expert ids of input token t:
+- Row t of column `routed_experts` [tokens, layers, top_k] has the expert ids of input token t:
   uint8, or uint16 for more than 256 experts.
-- A missing route, such as the last token's, has the dtype's largest value as ids. The trainer's
+- The ids of a missing route, such as the last token's, are the dtype's largest value. The trainer's
   router then chooses. With 256 experts and top_k 1, expert 255 counts as missing.
 - With sparse-attention indexers, unless `trainer.indexer_choice` is "own", a row is uint8 [1, X]:
   all layers' routes, then each indexer's bit mask of chosen keys.
@@ -20,7 +20,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, Model
 
 COLUMN = "routed_experts"
-PIECE = 1 << 20  # base64 characters decoded at once, a multiple of 4
+PIECE = 1 << 20  # base64 characters per step, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
 _HEADER_CHARACTERS = 1024  # enough base64 for a 3-dimensional .npy header
 
@@ -41,10 +41,10 @@ class RouteShape(NamedTuple):
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model. A missing route has the ids 255 (uint8) or −1 (int16)."""
+    """Routes that fit the model. Missing ids are 255 (uint8) or −1 (int16)."""
 
     ids: np.ndarray  # [tokens, layers with experts, top_k]
-    is_missing: np.ndarray  # bool [tokens]: no route in at least one layer
+    is_missing: np.ndarray  # bool [tokens]: in at least one layer
     num_routed: int  # (token, layer) pairs with a route
 
 
@@ -68,9 +68,9 @@ def row_shape(manifest: Manifest) -> RouteShape | None:
 def split_choices(
     rows: np.ndarray, shape: RouteShape, num_indexers: int, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows into routes [tokens, layers, top_k] and key bits, u8 [tokens, indexers, bytes].
+    """Split rows into routes [tokens, layers, top_k] and key bits u8 [tokens, indexers, bytes].
 
-    Raise RunFailed if the rows do not fit the model.
+    Raise RunFailed if rows do not fit the model.
     """
     num_layers, item = shape.num_dense_layers + shape.num_layers, shape.dtype.itemsize
     num_bytes = num_layers * shape.top_k * item
@@ -131,7 +131,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes of `num_rows` input tokens from token `start` on, as a base64 .npy file."""
+    """Routes of `num_rows` input tokens from token `start`, as a base64 .npy file."""
 
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts per token
@@ -144,7 +144,7 @@ class Routes:
         return self.shape[0]
 
     def decode_into(self, rows: np.ndarray) -> None:
-        """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError for damaged data."""
+        """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError if damaged."""
         import pybase64  # installed only in the orchestrator
 
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
@@ -161,10 +161,10 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Cut `routed_experts` out of an engine's JSON answer. Return the rest, and the routes or None.
+    """Cut `routed_experts`, often tens of MB, from an engine's JSON answer before decoding.
 
-    Cut before JSON decoding, because the field may have tens of MB. Raise ValueError if the
-    field is not a .npy file of routes.
+    Return the rest, and the routes or None. Raise ValueError if the field is not a .npy file of
+    routes.
     """
     import pybase64
 
@@ -188,9 +188,9 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 
 
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
-    """Join the routes of a conversation's answers into a column [num_tokens, layers, top_k].
+    """Join routes of a conversation's answers into a column [num_tokens, layers, top_k].
 
-    Later answers take precedence. Raise ValueError if an answer does not fit.
+    Later answers take precedence. Raise ValueError if one does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape

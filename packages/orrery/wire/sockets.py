@@ -1,11 +1,10 @@
-"""Connect trainer ranks to the orchestrator by a control socket and a socket for bulk data.
+"""Connect trainer ranks to the orchestrator by a control socket and TCP for bulk data.
 
-- Control: trainer ranks (ZeroMQ DEALER) connect to the orchestrator (ROUTER). Both ends derive
-  CurveZMQ keys from the run's token, so no secret is sent.
-- Bulk: micro-batches go over TCP to receivers that hold a ticket of two random secrets, sent over
-  the control socket. The receiver sends the first secret and a byte offset. The sender answers with
-  the second secret and the bytes from that offset on.
-- Bulk bytes are not encrypted or signed, so the network must be private.
+- Control: ZeroMQ, ROUTER at the orchestrator, DEALER at ranks. Both derive CurveZMQ keys from the
+  run's token, so no secret is sent.
+- Bulk: a ticket, sent by the control socket, has two random secrets. The receiver sends the first
+  and a byte offset. The sender answers with the second and a micro-batch's bytes from the offset.
+- Bulk bytes are neither encrypted nor signed, so the network must be private.
 """
 
 import asyncio
@@ -33,8 +32,8 @@ from orrery.runtime.token import derived_key
 from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 PROTOCOL = 3
-MAX_ASK_BYTES = 4096  # largest message to the orchestrator
-MAX_HEAD_BYTES = 64 << 20  # largest message to a rank
+MAX_ASK_BYTES = 4096  # per message to the orchestrator
+MAX_HEAD_BYTES = 64 << 20  # per message to a rank
 HANDSHAKE_S = 5.0
 # RecursionError: deep nesting. ValueError: bad UTF-8.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
@@ -50,16 +49,16 @@ MAX_UNKNOWN = 64  # connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # references to an unused buffer: list and getrefcount
+_UNSHARED = 2  # references to a free buffer: list and getrefcount
 
 log = logging.getLogger(__name__)
 
 
 def authenticate(socket: Any, is_sender: bool) -> None:
-    """Make `socket` refuse peers without the token. Raise OrreryError if pyzmq lacks CURVE."""
+    """Refuse peers without the token. Raise OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
-            "pyzmq: it was built without CURVE, with which the rollout wire authenticates peers. "
+            "pyzmq: built without CURVE, so the rollout wire cannot authenticate peers. "
             "Install the wheel of pyzmq from PyPI"
         )
     secret_keys = {
@@ -308,7 +307,7 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from byte `offset` on. Return the first missing byte's offset.
+    """Fill `into` from byte `offset`. Return the first missing byte's offset.
 
     Stop early if the connection fails or sends no byte for `silence_s` seconds.
     """
@@ -339,7 +338,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reusable receive buffers. Allocating a buffer would take as long as filling it."""
+    """Reusable buffers, because allocating takes as long as filling."""
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []

@@ -1,8 +1,8 @@
 """Send new policy versions from the trainer to the engines.
 
 - A marker file announces each version, with a fingerprint of every tensor.
-- `files`: rank 0 writes whole tensors to files for the engines.
-- `adapters`: like `files`, but only LoRA adapters, with PEFT's names. lora_B includes the scale.
+- `files`: rank 0 writes whole tensors to files.
+- `adapters`: like `files`, for LoRA adapters with PEFT's names. lora_B includes the scale.
 - Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks under a lease.
 """
 

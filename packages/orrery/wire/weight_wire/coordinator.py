@@ -1,9 +1,9 @@
-"""Let trainer and engine ranks agree when a weight transfer begins and ends.
+"""Let trainer and engine ranks agree when a transfer begins and ends.
 
 - Trainer rank 0 serves a TCPStore. The private file `wire.json` has its address and a secret.
-- A TCPStore has no authentication, so each value carries an HMAC-SHA256 made with the secret.
-- When all engine ranks ("members") are ready, rank 0 publishes an order with the number
-  ("generation") of a process group. A new group forms only if members change, or after a failure.
+- TCPStore does not authenticate, so each value carries an HMAC-SHA256 with the secret.
+- When all engine ranks ("members") are ready, rank 0 publishes an order with a process group's
+  number ("generation"). A new group forms only if members change or after a failure.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
 ADDRESS = "wire.json"
 CURRENT = "current"
-ARRIVALS = "arrivals"  # a queue of sealed arrivals
+ARRIVALS = "arrivals"  # queue of arrivals with HMAC
 MEET_S = 120.0  # limit for another rank's value
 FOREVER_S = 10.0**7  # limit for the next transfer
 ARRIVAL_S = 120.0  # limit between engine ranks' arrivals
@@ -51,7 +51,7 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """The message of a ready engine rank. A negative `transfer` ends rank 0's sending thread."""
+    """A ready engine rank's message. A negative `transfer` ends rank 0's sending thread."""
 
     transfer: int
     engine: str
@@ -86,7 +86,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store. A wait blocks it, so each thread needs its own connection."""
+    """A connection to the store. Waits block it, so each thread needs its own."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -116,8 +116,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, for a forged value, or
-        if the store is gone.
+        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, for a forged value, or if
+        the store is gone.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -136,7 +136,7 @@ class StoreConnection:
             raise WireFailed(
                 f"weight wire: the value of {key!r} ({what}) was not written by a role of this "
                 f"run; another program reaches port {self.address.port} of {self.address.host}. "
-                "Close that port to other programs, then run again"
+                "Close that port to it, then run again"
             )
         return content
 
@@ -184,11 +184,11 @@ class StoreConnection:
         return self.get(f"order/{number}", TransferOrder, "trainer 0's next order", FOREVER_S)
 
     def arrive(self, arrival: Arrival) -> None:
-        # One operation: a rank that is killed here leaves no gap between the arrivals of others.
+        # One operation: a rank killed here leaves no gap between others' arrivals.
         self.store.queue_push(ARRIVALS, self._sealed(ARRIVALS, msgspec.msgpack.encode(arrival)))
 
     def next_arrival(self, within_s: float) -> Arrival:
-        """Wait for the next arrival, and remove it. Raise as `get` does."""
+        """Wait for the next arrival and remove it. Raise as `get`."""
         what = "the arrival of an engine rank"
         self._await(ARRIVALS, what, within_s)
         content = self._open(ARRIVALS, bytes(self.store.queue_pop(ARRIVALS, False)), what)
@@ -203,10 +203,10 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Serve a store on `host` until the caller drops the store. Write its address into `folder`."""
+    """Serve a store on `host` until the caller drops it. Write its address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # Pass a socket bound to `host`: the store itself would bind all interfaces.
+    # The store itself would bind all interfaces.
     store = dist.TCPStore(
         host,
         port,
@@ -256,7 +256,7 @@ def fail_transfer(folder: Path, transfer: int) -> None:
 
 
 def this_host() -> str:
-    """Return the hostname and boot id, equal for processes that can share memory."""
+    """Return hostname and boot id, equal if processes can share memory."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 

@@ -1,4 +1,4 @@
-"""Send weights as safetensors files. The trainer writes them, and every engine memory-maps them.
+"""Send weights as safetensors files. Engines memory-map them.
 
 - On one node, their folder (mode 0700) is in shared memory, otherwise in the run's folder.
 - `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES, or of one larger tensor.
@@ -46,7 +46,7 @@ def own(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
-            f"{folder}: is a link or another user's folder, so weights cannot be written there. "
+            f"{folder}: is a link or another user's folder. "
             "Remove it, or ask its owner to, and run again"
         )
     folder.chmod(0o700)
@@ -64,8 +64,8 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
     needed, free = (keep + 1) * version_bytes, shutil.disk_usage(where).free
     if needed > free:
         raise OrreryError(
-            f"transport.weights: 'files' holds {keep + 1} versions of {version_bytes / 1e9:.2f} GB "
-            f"in {where} at a time, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free. "
+            f"transport.weights: 'files' keeps {keep + 1} versions of {version_bytes / 1e9:.2f} GB "
+            f"in {where}, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free. "
             f"Set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
         )
     return needed if where == SHARED_MEMORY else 0
@@ -89,7 +89,7 @@ class WeightPublisher:
         )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Publish the safetensors files of `folder` as symlinks. Needs no torch."""
+        """Publish symlinks to the safetensors files of `folder`. Needs no torch."""
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
     def _publish(
@@ -109,9 +109,7 @@ class WeightPublisher:
         except (SafetensorError, OSError) as error:
             raise OrreryError(
                 f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` shows the "
-                "free space; to enlarge shared memory, type "
-                f"`mount -o remount,size=... {SHARED_MEMORY}`, or start the container with a "
-                "larger --shm-size"
+                f"free space; if it is shared memory, {ENLARGE}"
             ) from error
         shutil.rmtree(target, ignore_errors=True)
         sync(aside)

@@ -1,11 +1,11 @@
-"""Send weights in FP8: values in e4m3, and a float32 scale for each block of 128 × 128.
+"""Send weights in FP8: e4m3 values, and a float32 scale per block of 128 × 128.
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
-- The engine decodes both to bfloat16, and its model quantizes to FP8 again. This restores the sent
-  values: rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, half a step of e4m3 is at
-  least 2⁻⁵ of it.
-- The scale, the block's largest magnitude / 448, is restored too: in bfloat16, 448 · scale
-  rounds to that magnitude.
+- The engine decodes them to bfloat16, and its model quantizes to FP8 again. This restores values,
+  because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, and half a step of e4m3 is
+  at least 2⁻⁵ of it.
+- It restores scales (largest magnitude / 448), because 448 · scale rounds to that magnitude in
+  bfloat16.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,22 +33,21 @@ CHUNK_ROWS = 1024  # rows decoded at a time, in float32
 
 
 def in_blocks(box: Box) -> Box:
-    """Return the box (index range) of scales for a box [.., rows, columns] of values.
+    """Return the box (index range) of scales for a box of values [.., rows, columns].
 
     Raise ValueError if the box cuts a block.
     """
     sides = box[-2:]
     if any(start % FP8_BLOCK or stop % FP8_BLOCK for start, stop in sides):
         raise ValueError(
-            f"the part {list(box)} of a weight in FP8 is not made of whole blocks of "
-            f"{FP8_BLOCK} × {FP8_BLOCK}"
+            f"part {list(box)} of an FP8 weight is not whole blocks of {FP8_BLOCK} × {FP8_BLOCK}"
         )
     return *box[:-2], *((start // FP8_BLOCK, stop // FP8_BLOCK) for start, stop in sides)
 
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # In bfloat16, 448 · LEAST_SCALE exceeds 1e-4. Shrink it, so that engines raise it to 1e-4.
+    # In bfloat16, 448 · LEAST_SCALE exceeds 1e-4. Shrink it, so that engines use 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -78,7 +77,7 @@ def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     if waiting:
         name, tensor = next(iter(waiting.items()))
         lacks = f"{name}{SCALE}" if tensor.dtype == DTYPE else name
-        raise OrreryError(f"weight wire: tensor {lacks!r} is missing beside its other part")
+        raise OrreryError(f"weight wire: tensor {lacks!r} is missing")
 
 
 def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
@@ -104,7 +103,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode FP8 slices from buckets (buffers). Scales must arrive with or before their values."""
+    """Decode FP8 slices from buckets. Scales must arrive with or before their values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
@@ -133,9 +132,9 @@ class SliceDecoder:
         return found
 
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
-        """Keep `scales` of `bucket` (u8), and decode `values`. Return a buffer with the results.
+        """Keep `scales` of `bucket` (u8), and decode `values`. Return a buffer of results.
 
-        `widened(values)` gives the offsets in this buffer. The next call overwrites it.
+        `widened(values)` gives their offsets. The next call overwrites the buffer.
         """
         for name, box, offset in scales:
             if name not in self._scales:

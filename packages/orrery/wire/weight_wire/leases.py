@@ -1,8 +1,8 @@
 """Lease a policy version for its transfer over a direct wire. Needs no torch.
 
 A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
-step. The orchestrator's lease delays that step until the lease is released or the version is sent.
-Both ends repeat messages, so lost, late and duplicate messages do no harm.
+step. A lease delays that step until it is released or the version is sent. Both ends repeat
+messages, so lost, late and duplicate messages do no harm.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ STOP_S = 0.2
 
 
 class WireFailed(RunFailed):
-    """A failed transfer of weights."""
+    """A transfer of weights failed."""
 
 
 class TransferFailed(WireFailed):
@@ -41,7 +41,7 @@ class TransferFailed(WireFailed):
 
 
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A policy version that engines can read.
+    """A policy version for engines.
 
     - `fingerprints`: by Hugging Face's tensor name. `digest` hashes them.
     - `canary`: log-probs of a test prompt without its first token, or empty.
@@ -75,7 +75,7 @@ class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """A transfer of a version. Later transfers have higher numbers."""
+    """A version's transfer. Later transfers have higher numbers."""
 
     number: int
     version: int
@@ -236,10 +236,10 @@ class LeaseClient:
     async def start_transfer(
         self, published: Published, engines: Sequence[str]
     ) -> Published | None:
-        """Lease the version and start its transfer to `engines`. End the previous transfer.
+        """Lease the version and start its transfer to `engines`. End the previous one.
 
-        Return `published` with the transfer's number, or None if the version is gone.
-        Raise WireFailed if the trainer does not answer. Call `release` afterwards.
+        Return `published` with the transfer's number, or None if the version is gone. Raise
+        WireFailed if the trainer does not answer. Call `release` afterwards.
         """
         request = self._want(published.version, tuple(engines))
         try:

@@ -1,9 +1,9 @@
 """Move bytes from buffers ("buckets") of trainer ranks ("sources") to engine ranks ("targets").
 
-- `nccl`: a process group sends messages (gloo on CPUs). A target GPU on the source's host
-  instead reads the source's buckets by CUDA IPC.
+- `nccl`: a process group sends messages (gloo on CPUs). A target GPU on the source's host instead
+  reads its buckets by CUDA IPC.
 - `nixl`: the target reads the source's buckets over NIXL and UCX.
-- The first NCCL message between two ranks blocks until both join, so it runs in a thread, for at
+- The first NCCL message between two ranks blocks until both join, so it runs in a thread for at
   most ROUND_S seconds.
 """
 
@@ -31,13 +31,13 @@ from orrery.wire.weight_wire.plan import Location, TransferPlan
 
 FORM_S = 30.0  # limit for a group to connect
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # NCCL's timeout: its watchdog must not end the process
+NEVER = timedelta(days=30)  # NCCL's watchdog must not end the process
 
 T = TypeVar("T")
 
 
 Wait = Callable[[], None]
-"""Wait until a message has arrived. Raises WireFailed naming the peer.
+"""Wait until a message has arrived. Raise WireFailed naming the peer.
 
 Until then the source must not overwrite the sent bytes, nor the target read its buffer.
 """
@@ -166,7 +166,7 @@ class Reader(Protocol):
 
 
 class PullSender:
-    """Announce filled messages in the store, and wait until targets have read them."""
+    """Announce messages in the store, and wait until targets have read them."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class IpcReader:
 
 # NIXL
 
-PROGRESS_US = 20_000  # longest sleep of NIXL's idle progress thread
+PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -316,7 +316,6 @@ class NixlAgent(msgspec.Struct):
 
 
 def load_nixl() -> Any:
-    """Return NIXL's module, or raise OrreryError."""
     try:
         import nixl._api
     except ImportError as error:
@@ -328,10 +327,10 @@ def load_nixl() -> Any:
 
 
 def wait_for_progress() -> None:
-    """Patch NIXL so that its progress thread sleeps. Call this before making an agent.
+    """Patch NIXL to let its progress thread sleep. Call this before making an agent.
 
-    `nixl_agent` sets `pthrDelay` to 0 (seen in 1.5.1), so an idle process uses a whole CPU core.
-    Remove this when `nixl_agent_config` takes the delay.
+    `nixl_agent` sets `pthrDelay` to 0 (seen in 1.5.1), so an idle process uses a CPU core. Remove
+    this when `nixl_agent_config` takes the delay.
     """
     import nixl._api
 
@@ -466,7 +465,7 @@ class ReceiverLink:
         self.close = opened.close
 
     def receive(self, number: int, source: int, into: Tensor) -> Wait:
-        """Receive into `into` (u8) after the GPU's earlier work on that buffer."""
+        """Receive into `into` (u8) after the GPU's earlier work on it."""
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._group is not None

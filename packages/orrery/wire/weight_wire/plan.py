@@ -1,10 +1,10 @@
-"""Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
+"""Plan which trainer rank sends which slices to which engine rank, in buckets.
 
-- Sources are trainer ranks, targets are engine ranks. A box is a range `[start, stop)` in every
+- Sources are trainer ranks, targets engine ranks. A box is a range `[start, stop)` in every
   dimension of a tensor.
 - Every needed element is sent to its target exactly once.
 - In a round, a rank sends or receives at most one bucket, a buffer of `bucket_bytes`.
-- Every rank computes the same schedule from the same tables.
+- Every rank computes the same schedule from equal tables.
 """
 
 import math
@@ -79,7 +79,7 @@ Rounds = list[dict[tuple[int, int], SliceMessage]]  # per round: (source, target
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The schedule of a transfer. Source i is `holdings[i]`, target i is `members[i]`."""
+    """A transfer's schedule. Source i is `holdings[i]`, target i is `members[i]`."""
 
     tensors: Sequence[TensorInfo]
     holdings: Sequence[Holding]
@@ -148,7 +148,7 @@ def plan_moves(
     needs: Sequence[Mapping[str, Sequence[Box]]],
     itemsize: Mapping[str, int],
 ) -> list[Move]:
-    """Return all moves of boxes from sources to targets, in the order of `names`.
+    """Return all moves from sources to targets, in the order of `names`.
 
     Raise OrreryError if a needed element is in no source's box, or in two different boxes.
     """
@@ -194,7 +194,7 @@ def aligned_bytes(box: Box, itemsize: int) -> int:
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Put each slice into the first round with space. A rank's slices keep their order."""
+    """Put each slice into the first round with space. Ranks' slices keep their order."""
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
@@ -336,9 +336,9 @@ class _Bucketful:
 
 
 class RankFingerprints:
-    """Compute a trainer rank's shares of the sent tensors' fingerprints.
+    """Compute a trainer rank's shares of fingerprints.
 
-    A box (index range) counts only at the lowest rank that holds it.
+    A box counts only at the lowest rank that holds it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Send weight slices from trainer ranks to engine ranks: the two ends of a direct wire.
+"""Send weight slices from trainer to engine ranks: both ends of a direct wire.
 
-- Trainer: `publish` announces a version, and a thread sends it on request. Call `settle` before the
-  optimizer step.
+- Trainer: `publish` announces a version, and a thread sends it on request. `settle` must precede
+  the optimizer step.
 - Engine: `receive` yields a version round by round.
 """
 
@@ -137,9 +137,9 @@ class WeightSender:
         All ranks call this, but never between `settle` and the optimizer step. Raise WireFailed if
         the sending thread failed.
 
-        - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
-        - `standing`: this rank's parameters and buffers. `held` is called again only after one of
-          them changed its storage.
+        - `held` returns every tensor of the checkpoint, empty if this rank has no part.
+        - `standing`: this rank's parameters and buffers. `held` is called again only if one changed
+          its storage.
         - Rank 0 calls `report(version, error or "", seconds by phase)` after each transfer.
         """
         self.check()
@@ -173,7 +173,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version. Return the seconds waited for the end of its lease."""
+        """Withdraw the version. Return the seconds waited for its lease."""
         begin, version = time.perf_counter(), self._version
         if version is None or self._sending is None:
             return 0.0
@@ -188,7 +188,7 @@ class WeightSender:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """End the sending thread. Rank 0 must close last, because it serves the store."""
+        """End the sending thread. Rank 0 serves the store, so it must close last."""
         if self._listener is not None:
             self._listener.close()
         if self._sending is not None:
@@ -206,7 +206,7 @@ class WeightSender:
         boxes = {name: one.box for name, one in own.items()}
         if self._held and boxes != {name: one.box for name, one in self._held.items()}:
             raise WireFailed(
-                f"weight wire: trainer {self.rank} holds other slices of the weights than before. "
+                f"weight wire: the weight slices of trainer {self.rank} have changed. "
                 "Restart the stage"
             )
         first, self._held, self._pointers = not self._held, own, pointers
@@ -260,7 +260,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # High priority: engines wait. `publish` has waited for the optimizer step.
+                # High priority: engines wait. `publish` waited for the optimizer step.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -378,7 +378,7 @@ class Round:
 
 @dataclass
 class Pieces:
-    """The distinct boxes that one engine's ranks need."""
+    """Distinct boxes that one engine's ranks need."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
     of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of `needs`
@@ -406,7 +406,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the trainer unless connected. `needs` returns the boxes to receive."""
+        """Connect to the trainer, if needed. `needs` returns the boxes to receive."""
         address = find_wire(folder)
         if address == self._address:
             return
@@ -427,9 +427,9 @@ class WeightReceiver:
     def receive(
         self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """Yield each round and its bucket (buffer), valid until the next round.
+        """Yield each round and its bucket, valid until the next round.
 
-        Raise TransferFailed if the transfer fails.
+        Raise TransferFailed on failure.
         """
         begin = time.perf_counter()
         self._store.forget(f"{self._attested}/{self.rank}")
@@ -497,7 +497,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Drop messages in flight: they keep connections open and peers waiting.
+        # Messages in flight keep connections open and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
