@@ -20,10 +20,9 @@ from orrery.elastic.snapshots import HEADER, StateSnapshot, link_files, publish_
 from orrery.elastic.types import Terms
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
-from orrery.orchestrator.advantages import Group
-from orrery.orchestrator.buffer import RolloutBuffer
 from orrery.orchestrator.dispatch import GroupRequest, Request
 from orrery.orchestrator.engines.messages import Attested, Generation, GenerationFailed
+from orrery.orchestrator.groups import Group, RolloutBuffer
 from orrery.orchestrator.guests.evidence import (
     NUM_HONEST,
     NUM_ROLLOUTS,

@@ -19,11 +19,11 @@ from replaced import replaced
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Evaluate
-from orrery.orchestrator import assemble, dispatch, evaluate, runner, snapshot
+from orrery.orchestrator import assemble, dispatch, evaluate, rollout, snapshot
 from orrery.orchestrator import loop as loop_module
 from orrery.orchestrator.dispatch import GroupRequest, Request
 from orrery.orchestrator.loop import Loop, update_engines
-from orrery.orchestrator.runner import Notifier
+from orrery.orchestrator.rollout import Notifier
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.health import read_health
 from orrery.runtime.preemption import Preempted, request_path
@@ -66,13 +66,13 @@ def run(
 @pytest.fixture
 def at_close(monkeypatch):
     """Record aborted requests, and requests in flight when the runner begins to close."""
-    seen, close = SimpleNamespace(), runner.RolloutRunner.close
+    seen, close = SimpleNamespace(), rollout.RolloutRunner.close
 
     async def noting(self):
         seen.aborted, seen.in_flight = list(self.engine.aborted), dict(self.engine.in_flight)
         await close(self)
 
-    monkeypatch.setattr(runner.RolloutRunner, "close", noting)
+    monkeypatch.setattr(rollout.RolloutRunner, "close", noting)
     return seen
 
 
@@ -136,7 +136,7 @@ def test_an_evaluation_rollout_has_its_own_seed_at_every_version_and_training_ha
 
 def test_the_seed_of_an_evaluation_rollout_depends_on_run_seed_task_problem_and_member():
     def seed(run, task, problem, member, group_id=0, version=0):
-        return runner.evaluation_seed(
+        return rollout.evaluation_seed(
             run, Request(GroupRequest("evaluation", group_id, task, problem, 4), member, version)
         )
 
@@ -147,7 +147,7 @@ def test_the_seed_of_an_evaluation_rollout_depends_on_run_seed_task_problem_and_
 def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_timed_out_like_any(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(runner, "GONE_PAUSE_S", 0.01)
+    monkeypatch.setattr(rollout, "GONE_PAUSE_S", 0.01)
     manifest, pool = (
         fakes.manifest(rollout_timeout_s=0.2),
         fakes.FakePool(script={"evaluation-2-1-0": "gone, then hang"}),

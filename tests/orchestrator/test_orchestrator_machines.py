@@ -18,10 +18,9 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Grpo, MaxRl
 from orrery.orchestrator import assemble, batching, snapshot
 from orrery.orchestrator.admission import PIECE_S, EngineActivity
-from orrery.orchestrator.advantages import ALGORITHMS, Group, advantages
-from orrery.orchestrator.buffer import BARREN_BATCHES, RolloutBuffer
 from orrery.orchestrator.dispatch import PROOF_S, GroupRequest, Request, Source, TimeoutClassifier
 from orrery.orchestrator.evaluate import summary
+from orrery.orchestrator.groups import ALGORITHMS, BARREN_BATCHES, Group, RolloutBuffer, advantages
 from orrery.orchestrator.rollout import Failed
 from orrery.orchestrator.scheduler import Clock, Evaluations, Snapshot, describe_counts
 from orrery.tasks.task import Message, ToolCall

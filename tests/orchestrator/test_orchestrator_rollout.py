@@ -9,8 +9,7 @@ import orchestrator_fakes as fakes
 import pytest
 
 from orrery.orchestrator.dispatch import GroupRequest, Request
-from orrery.orchestrator.rollout import RolloutFailed, open_problem, run_episode
-from orrery.orchestrator.runner import RolloutRunner
+from orrery.orchestrator.rollout import RolloutFailed, RolloutRunner, open_problem, run_episode
 from orrery.runtime.role_context import TERMINATED, Terminated
 from orrery.tasks.task import JudgeBroken, Judgement
 from orrery.wire.routed_experts import RouteShape

@@ -16,8 +16,7 @@ from orrery.manifest.publish import make_folder, write_atomic
 from orrery.orchestrator import assemble, batching
 from orrery.orchestrator.admission import ENGINE_POLL_S, Admission, poll_engines
 from orrery.orchestrator.dispatch import Dispatch, Request, TimeoutClassifier
-from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Rollout
-from orrery.orchestrator.runner import Notifier, RolloutRunner
+from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Notifier, Rollout, RolloutRunner
 from orrery.orchestrator.scheduler import EvaluationResult, Evaluations, record
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import done_path, evaluated_path, result_path

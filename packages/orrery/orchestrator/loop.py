@@ -19,8 +19,7 @@ from orrery.orchestrator import batching, snapshot
 from orrery.orchestrator.admission import ENGINE_POLL_S, EngineActivity, poll_engines
 from orrery.orchestrator.dispatch import Request, TimeoutClassifier
 from orrery.orchestrator.engines.recovery import RETURN_S
-from orrery.orchestrator.rollout import Failed, Rollout
-from orrery.orchestrator.runner import Notifier, RolloutRunner
+from orrery.orchestrator.rollout import Failed, Notifier, Rollout, RolloutRunner
 from orrery.orchestrator.scheduler import EvaluationResult, Scheduler, TrainBatch, record
 from orrery.runtime import preemption
 from orrery.runtime.preemption import Preempted

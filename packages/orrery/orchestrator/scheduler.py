@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, TaskUse
 from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.advantages import Groups
-from orrery.orchestrator.buffer import RolloutBuffer
 from orrery.orchestrator.dispatch import (
     TIMEOUT,
     Dispatch,
@@ -24,6 +22,7 @@ from orrery.orchestrator.dispatch import (
     Request,
     Source,
 )
+from orrery.orchestrator.groups import Groups, RolloutBuffer
 from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, SITE_REFUSED, Failed, Rollout
 from orrery.runtime.role_context import RoleContext
 
