@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission, Manifest
 from orrery.orchestrator import assemble
-from orrery.orchestrator.admission import ENGINE_POLL_S, Admission, poll_engines
+from orrery.orchestrator.dispatch import ENGINE_POLL_S, Admission, poll_engines
 from orrery.runtime.role_context import RoleContext, parse_role
 from record import parser_of, record
 from roles import ALONE, ENGINE, roles

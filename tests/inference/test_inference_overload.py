@@ -13,7 +13,7 @@ from counted_engine import scheduled
 from inference_servers import DENSE, STAGE, await_published, make_run, start_role, stop, with_fleet
 
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
-from orrery.orchestrator.admission import Admission, poll_engines
+from orrery.orchestrator.dispatch import Admission, poll_engines
 from orrery.runtime.role_context import RoleContext
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine, pytest.mark.slow]

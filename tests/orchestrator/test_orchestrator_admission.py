@@ -12,7 +12,7 @@ from replaced import replaced
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
-from orrery.orchestrator.admission import Admission, poll_engines
+from orrery.orchestrator.dispatch import Admission, poll_engines
 
 QUICK = settings(max_examples=60, deadline=None)
 CONTEXT = 4096

@@ -17,8 +17,15 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Grpo, MaxRl
 from orrery.orchestrator import assemble, batching, snapshot
-from orrery.orchestrator.admission import PIECE_S, EngineActivity
-from orrery.orchestrator.dispatch import PROOF_S, GroupRequest, Request, Source, TimeoutClassifier
+from orrery.orchestrator.dispatch import (
+    PIECE_S,
+    PROOF_S,
+    EngineActivity,
+    GroupRequest,
+    Request,
+    Source,
+    TimeoutClassifier,
+)
 from orrery.orchestrator.evaluate import summary
 from orrery.orchestrator.groups import ALGORITHMS, BARREN_BATCHES, Group, RolloutBuffer, advantages
 from orrery.orchestrator.rollout import Failed

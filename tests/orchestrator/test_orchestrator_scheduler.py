@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import FixedAdmission
-from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.dispatch import Dispatch, GroupRequest
+from orrery.orchestrator.dispatch import Admission, Dispatch, GroupRequest
 from orrery.orchestrator.groups import RolloutBuffer
 from orrery.orchestrator.rollout import Failed
 from orrery.orchestrator.scheduler import Scheduler, Snapshot

@@ -14,8 +14,14 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
 from orrery.manifest.publish import make_folder, write_atomic
 from orrery.orchestrator import assemble, batching
-from orrery.orchestrator.admission import ENGINE_POLL_S, Admission, poll_engines
-from orrery.orchestrator.dispatch import Dispatch, Request, TimeoutClassifier
+from orrery.orchestrator.dispatch import (
+    ENGINE_POLL_S,
+    Admission,
+    Dispatch,
+    Request,
+    TimeoutClassifier,
+    poll_engines,
+)
 from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Notifier, Rollout, RolloutRunner
 from orrery.orchestrator.scheduler import EvaluationResult, Evaluations, record
 from orrery.runtime.role_context import RoleContext

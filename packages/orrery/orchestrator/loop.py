@@ -16,8 +16,13 @@ from typing import Any, NoReturn
 
 from orrery.manifest.errors import RunFailed
 from orrery.orchestrator import batching, snapshot
-from orrery.orchestrator.admission import ENGINE_POLL_S, EngineActivity, poll_engines
-from orrery.orchestrator.dispatch import Request, TimeoutClassifier
+from orrery.orchestrator.dispatch import (
+    ENGINE_POLL_S,
+    EngineActivity,
+    Request,
+    TimeoutClassifier,
+    poll_engines,
+)
 from orrery.orchestrator.engines.recovery import RETURN_S
 from orrery.orchestrator.rollout import Failed, Notifier, Rollout, RolloutRunner
 from orrery.orchestrator.scheduler import EvaluationResult, Scheduler, TrainBatch, record

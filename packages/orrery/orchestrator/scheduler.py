@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, TaskUse
-from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.dispatch import (
     TIMEOUT,
+    Admission,
     Dispatch,
     GroupDropped,
     GroupRequest,
