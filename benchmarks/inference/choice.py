@@ -28,8 +28,8 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.models import build
 from orrery.models.weights import initialize, save
-from orrery.orchestrator.engines.choice import Chosen, EngineChoice
 from orrery.orchestrator.engines.pool import EnginePool
+from orrery.orchestrator.engines.requests import Chosen, EngineChoice
 from record import parser_of, record
 
 ROOT = Path(__file__).parents[2]

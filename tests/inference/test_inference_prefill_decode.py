@@ -33,9 +33,9 @@ from network_alone import alone_in_a_network
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.orchestrator.engines.choice import Address
 from orrery.orchestrator.engines.messages import START_VERSION, EngineGone, GenerationFailed
 from orrery.orchestrator.engines.pool import Phase
+from orrery.orchestrator.engines.requests import Address
 from orrery.runtime.role_context import RoleContext
 from orrery.wire.routed_experts import RouteShape, column
 from orrery.wire.weight_wire import WeightPublisher

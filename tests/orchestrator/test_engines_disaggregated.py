@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from orrery.orchestrator.engines.choice import EngineChoice
 from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
+from orrery.orchestrator.engines.requests import EngineChoice
 
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 

@@ -7,7 +7,7 @@ import pytest
 
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.messages import Generation, GenerationFailed
-from orrery.orchestrator.engines.shared_requests import SharedRequests
+from orrery.orchestrator.engines.requests import SharedRequests
 
 PROMPT = np.array([1, 2], np.int32)
 

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.orchestrator.engines.choice import EngineChoice
 from orrery.orchestrator.engines.messages import (
     Attested,
     EngineGone,
@@ -37,6 +36,7 @@ from orrery.orchestrator.engines.messages import (
     parse_prompt_logprobs,
     shortened,
 )
+from orrery.orchestrator.engines.requests import EngineChoice
 from orrery.runtime.timing import scaled
 from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.weight_wire.leases import ELSEWHERE, GONE

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.orchestrator.engines.choice import Address, Chosen, EngineChoice
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
+from orrery.orchestrator.engines.requests import Address, Chosen, EngineChoice, TokenIds
 from orrery.runtime.timing import scaled
 
 # Suffixes of salts, under which `_decode_of` records blocks in a cache and blocks computed there.
@@ -31,8 +31,6 @@ ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0
 ABORT_AGAIN_S = 0.5
-
-TokenIds = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)

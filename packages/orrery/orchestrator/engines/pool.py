@@ -40,7 +40,7 @@ from orrery.orchestrator.engines.messages import (
     WeightsDiffer,
 )
 from orrery.orchestrator.engines.recovery import EngineRecovery
-from orrery.orchestrator.engines.shared_requests import SharedRequests
+from orrery.orchestrator.engines.requests import SharedRequests
 from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire.leases import ROUND_S, LeaseClient
 

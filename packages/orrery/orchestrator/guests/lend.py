@@ -23,7 +23,7 @@ from orrery.elastic.types import ElasticError, read_place
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.orchestrator.engines.client import Canary, EngineClient, update_engine
 from orrery.orchestrator.engines.messages import START_VERSION, EngineGone, GenerationFailed
-from orrery.orchestrator.engines.shared_requests import SharedRequests
+from orrery.orchestrator.engines.requests import SharedRequests
 from orrery.orchestrator.guests.host import WEIGHTS_PATH, engine_release, own_terms
 from orrery.orchestrator.guests.messages import (
     MAX_ANSWERS,
