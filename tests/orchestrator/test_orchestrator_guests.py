@@ -23,13 +23,6 @@ from orrery.manifest.identity import canonical_json
 from orrery.orchestrator.dispatch import GroupRequest, Request
 from orrery.orchestrator.engines.messages import Attested, Generation, GenerationFailed
 from orrery.orchestrator.groups import Group, RolloutBuffer
-from orrery.orchestrator.guests.evidence import (
-    NUM_HONEST,
-    NUM_ROLLOUTS,
-    HonestSpread,
-    RolloutScore,
-    SiteEvidence,
-)
 from orrery.orchestrator.guests.host import GuestDoor, engine_release, own_terms
 from orrery.orchestrator.guests.lend import Lender
 from orrery.orchestrator.guests.messages import (
@@ -46,7 +39,14 @@ from orrery.orchestrator.guests.messages import (
     Told,
 )
 from orrery.orchestrator.guests.pool import GuestPool
-from orrery.orchestrator.guests.sites import FETCH_S
+from orrery.orchestrator.guests.sites import (
+    FETCH_S,
+    NUM_HONEST,
+    NUM_ROLLOUTS,
+    HonestSpread,
+    RolloutScore,
+    SiteEvidence,
+)
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.orchestrator.snapshot import read as read_snapshot
 from orrery.orchestrator.snapshot import write as write_snapshot

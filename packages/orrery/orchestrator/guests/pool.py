@@ -23,7 +23,6 @@ from orrery.elastic.types import Terms
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.messages import Generation
 from orrery.orchestrator.engines.pool import Phase
-from orrery.orchestrator.guests.evidence import NUM_HONEST, HonestSpread, RolloutScore
 from orrery.orchestrator.guests.messages import (
     MAX_ANSWERS,
     MAX_REASON,
@@ -39,7 +38,15 @@ from orrery.orchestrator.guests.messages import (
     check_answer,
     max_body_bytes,
 )
-from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTable
+from orrery.orchestrator.guests.sites import (
+    CHANCE,
+    NUM_HONEST,
+    GuestJob,
+    GuestSite,
+    HonestSpread,
+    RolloutScore,
+    SiteTable,
+)
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
