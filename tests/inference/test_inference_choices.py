@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from orrery.inference.patches import vllm_choices
+from orrery.inference.patches import vllm_routes
 from orrery.inference.patches.registry import CHOICE_TOKENS
 from orrery.kernels.key_bits import engine_keys
 from orrery.wire.routed_experts import RouteShape, column, split, split_choices
@@ -46,9 +46,9 @@ def engine(monkeypatch, positions):
     monkeypatch.setitem(sys.modules, "vllm.models.deepseek_v32", attention)
     worker.worker, attention.attention = worker, attention
     monkeypatch.setenv(CHOICE_TOKENS, str(LENGTH))
-    monkeypatch.setattr(vllm_choices, "CHUNK_ROWS", 16)
-    vllm_choices.capture()
-    vllm_choices.capture()  # a second call has no effect
+    monkeypatch.setattr(vllm_routes, "CHUNK_ROWS", 16)
+    vllm_routes.capture_choices()
+    vllm_routes.capture_choices()  # a second call has no effect
     capturer = worker.RoutedExpertsCapturer()
     model = torch.nn.ModuleList(Indexer(prefix) for prefix in positions)
     hidden = torch.zeros(NUM_TOKENS, 8)

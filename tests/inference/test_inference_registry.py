@@ -137,7 +137,7 @@ CORRECTED = {
             "OffloadingConnectorScheduler.get_num_new_matched_tokens",
         ),
     ],
-    "vllm_choices.py": [
+    "vllm_routes.py (choices)": [
         ("models/deepseek_v32/attention.py", "sparse_attn_indexer"),
         ("models/deepseek_v32/attention.py", "DeepseekV32Indexer.k_cache"),
         ("distributed/aux_output_connector/worker.py", "bind_routed_experts_capturer"),

@@ -243,7 +243,7 @@ PATCHES = (
         "vllm-project/vllm#55584",
     ),
     Patch(
-        "vllm_choices.capture",
+        "vllm_routes.capture_choices",
         "deepseek_v32.attention.sparse_attn_indexer",
         "vLLM does not report which keys the indexers of sparse attention chose",
         "an answer can contain each indexer's choice",
@@ -310,7 +310,7 @@ def correct_engine(shared_memory_name: str | None) -> None:
         _apply("vllm_routes.keep")
         _apply("vllm_routes.beside_transfer")
     if CHOICE_TOKENS in os.environ:
-        _apply("vllm_choices.capture")
+        _apply("vllm_routes.capture_choices")
     if ROUTE_IN_FLOAT32 in os.environ:
         _apply("vllm.route_in_float32")
     _apply("vllm_answers.hold_outputs")
