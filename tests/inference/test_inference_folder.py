@@ -16,7 +16,7 @@ import torch
 from inference_servers import DENSE, MIXTURE, REPOSITORY, family, free_port, make_module, make_run
 from listeners import listening, undeclared
 
-from orrery.inference import folder
+from orrery.inference.__main__ import MAX_ERROR_CHARACTERS, first_sentence
 from orrery.manifest.identity import load
 from orrery.tasks.tokenizer import write_tokenizer
 from orrery.trainer.export import export_policy
@@ -138,7 +138,7 @@ def test_a_folder_that_vllm_cannot_serve_is_one_sentence(tmp_path, scratch):
 def test_the_first_sentence_of_vllms_errors_is_told():
     text = "1 validation error for ModelConfig\n  Value error, Model architectures ['X'] are not "
     text += "supported [type=value_error, input_value=1]\n    For further information visit"
-    assert folder.first_sentence(ValueError(text)) == "Model architectures ['X'] are not supported"
-    assert folder.first_sentence(ValueError("\nfirst\nsecond")) == "first"
-    assert len(folder.first_sentence(OSError("x" * 9999))) == folder.MAX_ERROR_CHARACTERS
-    assert folder.first_sentence(KeyError()) == "KeyError"
+    assert first_sentence(ValueError(text)) == "Model architectures ['X'] are not supported"
+    assert first_sentence(ValueError("\nfirst\nsecond")) == "first"
+    assert len(first_sentence(OSError("x" * 9999))) == MAX_ERROR_CHARACTERS
+    assert first_sentence(KeyError()) == "KeyError"

@@ -1,11 +1,16 @@
-"""Run the vLLM server of one replica: `python -m orrery.inference`.
+"""Run one vLLM server: `python -m orrery.inference`.
 
-Further nodes of a replica run `orrery.inference.headless`.
+- It serves a replica of a run. Further nodes of a replica run `orrery.inference.headless`.
+- In the stage SERVE, it serves a Hugging Face folder for `orrery serve`. The run directory then has
+  no manifest, and `weights/serve` links to the folder.
 """
 
 import gc
 import os
 from functools import partial
+from pathlib import Path
+
+import psutil
 
 from orrery.inference import out_of_memory
 from orrery.inference.assemble import (
@@ -13,6 +18,8 @@ from orrery.inference.assemble import (
     check_release,
     engine_and_part,
     engine_environment,
+    folder_arguments,
+    folder_environment,
     meeting_point,
     node_arguments,
     server_arguments,
@@ -21,8 +28,15 @@ from orrery.inference.assemble import (
 from orrery.inference.front import INDEX
 from orrery.inference.kv_connectors import connect, disk_folder
 from orrery.inference.patches import registry
-from orrery.runtime.role_context import role_process
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.runtime.role_context import RoleContext, role_process
+from orrery.runtime.run_directory import weights_path
 from orrery.runtime.token import run_token
+
+SERVE = "serve"
+MAX_CPU_CACHE_BYTES = 4 << 30
+CPU_SHARE = 4
+MAX_ERROR_CHARACTERS = 300
 
 
 def main() -> None:
@@ -32,29 +46,63 @@ def main() -> None:
 def run(role: str) -> None:
     gc.disable()  # garbage collection would slow the imports
     with role_process(role) as ctx:
-        run_token()  # check the token before vLLM's long start
-        ctx.health.doing("loading vLLM")
-        engine, part = engine_and_part(ctx)
-        inference = ctx.manifest.inference.of_engine(engine)
-        ctx.manifest = manifest = ctx.manifest.model_copy(update={"inference": inference})
-        os.environ.update(inference.environment)
-        engine_environment(manifest, ctx.host)
-        os.environ[INDEX] = str(engine)
-        adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.name)
-        weights = weights_dir(ctx.run_dir, manifest)
-        arguments = server_arguments(manifest, weights, engine, ctx.host, ctx.port, adapter)
-        arguments += connect(ctx, engine)
-        if inference.nodes_per_replica > 1:
-            arguments += node_arguments(inference, part, *meeting_point(ctx, engine, part))
-        registry.import_vllm(manifest.inference.enforce_eager)
-        from vllm import ModelRegistry, __version__
+        if ctx.stage == SERVE:
+            serve_folder(ctx)
+        else:
+            serve_replica(ctx)
 
-        check_release(manifest, weights, ModelRegistry.get_supported_archs(), __version__)
-        from orrery.inference import server
 
-        registry.correct_server(manifest)
-        explain = partial(out_of_memory.explain, manifest=manifest, weights=weights)
-        server.serve(ctx, arguments, disk_folder(ctx), explain)
+def serve_replica(ctx: RoleContext) -> None:
+    run_token()  # check the token before vLLM's long start
+    ctx.health.doing("loading vLLM")
+    engine, part = engine_and_part(ctx)
+    inference = ctx.manifest.inference.of_engine(engine)
+    ctx.manifest = manifest = ctx.manifest.model_copy(update={"inference": inference})
+    os.environ.update(inference.environment)
+    engine_environment(manifest, ctx.host)
+    os.environ[INDEX] = str(engine)
+    adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.name)
+    weights = weights_dir(ctx.run_dir, manifest)
+    arguments = server_arguments(manifest, weights, engine, ctx.host, ctx.port, adapter)
+    arguments += connect(ctx, engine)
+    if inference.nodes_per_replica > 1:
+        arguments += node_arguments(inference, part, *meeting_point(ctx, engine, part))
+    registry.import_vllm(manifest.inference.enforce_eager)
+    from vllm import ModelRegistry, __version__
+
+    check_release(manifest, weights, ModelRegistry.get_supported_archs(), __version__)
+    from orrery.inference import server
+
+    registry.correct_server(manifest)
+    explain = partial(out_of_memory.explain, manifest=manifest, weights=weights)
+    server.serve(ctx, arguments, disk_folder(ctx), explain)
+
+
+def serve_folder(ctx: RoleContext) -> None:
+    if not run_token():
+        raise OrreryError("no token arrived on standard input; type `orrery serve FOLDER`")
+    ctx.health.doing("loading vLLM")
+    folder = weights_path(ctx.run_dir, ctx.stage).resolve()
+    is_cpu = not Path("/dev/nvidiactl").exists()
+    folder_environment(ctx.host, is_cpu)
+    registry.import_vllm(enforce_eager=is_cpu)
+    from orrery.inference import server
+
+    cache_bytes = None
+    if is_cpu:
+        registry.correct_cpu_server()
+        cache_bytes = min(psutil.virtual_memory().available // CPU_SHARE, MAX_CPU_CACHE_BYTES)
+    try:
+        server.serve(ctx, folder_arguments(folder, ctx.host, ctx.port, cache_bytes))
+    except (ValueError, KeyError, OSError) as error:
+        raise RunFailed(f"vLLM cannot serve it: {first_sentence(error)}") from error
+
+
+def first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("Value error, ")), (lines or [""])[0])
+    said = said.removeprefix("Value error, ").partition(" [type=")[0]
+    return said[:MAX_ERROR_CHARACTERS] or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from orrery.inference.kv_connectors import (
 from orrery.inference.patches import registry
 from orrery.manifest.budget.engine import graph_sizes
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.json_file import read_object
 from orrery.manifest.plan import check_cpu_shape, stage
 from orrery.manifest.publish import sync_tree
 from orrery.manifest.schema import Inference, Manifest
@@ -280,3 +281,33 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override --kv-cache-memory-bytes
+
+
+def folder_arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | None) -> list[str]:
+    """Return vLLM's command line for a Hugging Face folder.
+
+    On CPU, `--dtype` is config.json's dtype, because vLLM's default is never float32.
+    """
+    found = ["--model", str(folder), "--served-model-name", folder.name]
+    found += ["--host", host, "--port", str(port), "--max-model-len", "auto"]
+    found += ["--middleware", "orrery.inference.front.RequireKey"]
+    found += ["--uvicorn-log-level", "warning"]
+    found += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    if cpu_cache_bytes is not None:
+        dtype = read_object(folder / "config.json", "copy it again").get("dtype") or "auto"
+        found += ["--dtype", str(dtype)]
+        found += ["--kv-cache-memory-bytes", str(cpu_cache_bytes), "--enforce-eager"]
+        found += ["--distributed-executor-backend", UNIPROC]
+    return found
+
+
+def folder_environment(host: str, is_cpu: bool) -> None:
+    variables = {"VLLM_PLUGINS": PLUGIN, "VLLM_HOST_IP": host, "VLLM_NO_USAGE_STATS": "1"}
+    variables |= {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    if is_cpu:
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override --kv-cache-memory-bytes
+    os.environ.update(variables)
+    os.environ.pop("VLLM_SERVER_DEV_MODE", None)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
+    name_interface()

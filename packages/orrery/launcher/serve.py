@@ -44,7 +44,7 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.token import TOKEN_FILE, take
 
 STAGE = "serve"
-MODULE = "orrery.inference.folder"
+MODULE = "orrery.inference"
 CONFIG = "config.json"
 POLL_S = 0.1
 STOP_S = 10.0  # wait between SIGTERM and SIGKILL
