@@ -28,7 +28,8 @@ import aiohttp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.inference.front import AUTHORIZED, GENERATE, Front, RequireToken
+from orrery.inference.plugin import GENERATE, RequireToken
+from orrery.inference.router import AUTHORIZED, Front
 from orrery.manifest.identity import load, run_dir
 from orrery.runtime import token as observed
 from orrery.runtime.metrics import read

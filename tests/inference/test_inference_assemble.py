@@ -28,7 +28,6 @@ from orrery.inference.assemble import (
     server_arguments,
     weights_dir,
 )
-from orrery.inference.front import RequireToken
 from orrery.inference.kv_connectors import (
     connect,
     lease_s,
@@ -36,6 +35,7 @@ from orrery.inference.kv_connectors import (
     refuse_open_interfaces,
     store_environment,
 )
+from orrery.inference.plugin import RequireToken
 from orrery.inference.router import router_arguments
 from orrery.manifest.budget.engine import MAX_GRAPH_TOKENS, graph_sizes
 from orrery.manifest.check import check
@@ -485,7 +485,7 @@ def test_the_door_of_a_launched_engine_without_a_token_opens_to_nobody():
     code = """
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
-from orrery.inference.front import RequireToken
+from orrery.inference.plugin import RequireToken
 client = TestClient(RequireToken(PlainTextResponse("in")))
 keys = ({"Authorization": given} for given in ("", "Bearer ", "Bearer None"))
 print(*(client.post("/pause", headers=key).status_code for key in keys))

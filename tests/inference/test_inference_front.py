@@ -17,7 +17,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from orrery.inference.front import ROUTES, RequireToken
+from orrery.inference.plugin import RequireToken
+from orrery.inference.router import ROUTES
 from orrery.orchestrator.engines.client import EngineClient, RouterClient
 from orrery.runtime.role_context import parse_role
 from orrery.runtime.token import Purpose, credential

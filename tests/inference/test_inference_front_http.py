@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager, suppress
 import aiohttp
 import pytest
 
-from orrery.inference import front as front_module
-from orrery.inference.front import MAX_HEAD_BYTES, Front
+from orrery.inference import router
+from orrery.inference.router import MAX_HEAD_BYTES, Front
 from orrery.runtime.token import Purpose, authorization
 
 TOKEN = "of-this-run"
@@ -128,7 +128,7 @@ def test_a_malformed_request_is_refused_with_one_line_in_the_log(sent, caplog):
 
 
 async def test_heads_and_bodies_have_a_limit_and_other_protocols_are_refused(monkeypatch):
-    monkeypatch.setattr(front_module, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(router, "MAX_BODY_BYTES", 10)
 
     async with serving(unasked) as url:
         endless = b"GET / HTTP/1.1\r\nX: " + b"x" * (MAX_HEAD_BYTES + 1)

@@ -14,6 +14,7 @@ import psutil
 
 from orrery.inference import out_of_memory
 from orrery.inference.assemble import (
+    INDEX,
     blank_adapter,
     check_release,
     engine_and_part,
@@ -25,7 +26,6 @@ from orrery.inference.assemble import (
     server_arguments,
     weights_dir,
 )
-from orrery.inference.front import INDEX
 from orrery.inference.kv_connectors import connect, disk_folder
 from orrery.inference.patches import registry
 from orrery.manifest.errors import OrreryError, RunFailed

@@ -35,6 +35,7 @@ BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
 # The class name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+INDEX = "ORRERY_ENGINE"  # environment variable: index of the engine
 ENGINE_READY_S = 600
 HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes the ranks' rendezvous address
 KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
@@ -87,7 +88,7 @@ def server_arguments(
         "--generation-config": "vllm",  # ignore the checkpoint's sampling defaults
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
-        "--middleware": "orrery.inference.front.RequireToken",
+        "--middleware": "orrery.inference.plugin.RequireToken",
         "--uvicorn-log-level": "warning",
     }
     flags = [
@@ -290,7 +291,7 @@ def folder_arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | 
     """
     found = ["--model", str(folder), "--served-model-name", folder.name]
     found += ["--host", host, "--port", str(port), "--max-model-len", "auto"]
-    found += ["--middleware", "orrery.inference.front.RequireKey"]
+    found += ["--middleware", "orrery.inference.plugin.RequireKey"]
     found += ["--uvicorn-log-level", "warning"]
     found += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     if cpu_cache_bytes is not None:

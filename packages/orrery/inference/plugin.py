@@ -1,18 +1,30 @@
-"""Register Orrery as a vLLM plugin, and add methods to vLLM's worker class."""
+"""Register Orrery as a vLLM plugin, extend vLLM's worker class, and check credentials."""
 
 import asyncio
+import hmac
 import multiprocessing
 import os
+import secrets
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orrery.inference.assemble import ADAPTER_BACKEND, BACKEND
+from orrery.inference.assemble import ADAPTER_BACKEND, BACKEND, INDEX
 from orrery.inference.patches import registry
+from orrery.manifest.errors import RunFailed
 from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.token import Purpose, credential, run_token
 from orrery.wire.fingerprint import digest
+from orrery.wire.rendezvous import ENGINE_HEADER
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Environment variable: prefix of the engine's shared memory names.
 SHARED = "ORRERY_SHARED_MEMORY"
+OPEN = ("/health", "/metrics")
+GENERATE = "/inference/v1/generate"
+UNAUTHORIZED = "this engine serves one run only: its token is missing or belongs to another run\n"
+UNKNOWN_KEY = "the token that `orrery serve` printed is missing or wrong\n"
 
 _registered = False
 
@@ -103,3 +115,63 @@ def _connector_worker() -> Any:
 
     group: Any = get_kv_transfer_group()
     return getattr(group, "sub_connectors", [group])[0].connector_worker
+
+
+class RequireToken:
+    """ASGI middleware: answer 401 without the path's credential, before reading the body.
+
+    GENERATE needs the credential `generate`, paths in OPEN need none, and others need `administer`.
+    Without a token, an engine refuses all requests if a launcher started it, and accepts all
+    otherwise.
+    """
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app
+        try:
+            token = run_token()
+        except RunFailed:
+            token = secrets.token_hex()
+        self.name = (ENGINE_HEADER.lower().encode(), os.environ.get(INDEX, "").encode())
+        keys = {each: f"Bearer {credential(token, each)}".encode() for each in Purpose}
+        self.wanted = keys if token else None
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        app = self.app
+        if self.wanted and scope["type"] != "lifespan" and scope["path"] not in OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            purpose = Purpose.GENERATE if scope["path"] == GENERATE else Purpose.ADMINISTER
+            if not hmac.compare_digest(given, self.wanted[purpose]):
+                app = _refusal(UNAUTHORIZED)
+        await app(scope, receive, self._named(send) if scope.get("path") == GENERATE else send)
+
+    def _named(self, send: "Send") -> "Send":
+        async def named(message: "Message") -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), self.name]
+            await send(message)
+
+        return named
+
+
+class RequireKey:
+    """ASGI middleware of `orrery serve`: answer 401 without the token.
+
+    vLLM's own `--api-key` leaves some paths open.
+    """
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app, self.wanted = app, f"Bearer {run_token()}".encode()
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        app = self.app
+        if scope["type"] != "lifespan" and scope["path"] not in OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.wanted):
+                app = _refusal(UNKNOWN_KEY)
+        await app(scope, receive, send)
+
+
+def _refusal(text: str) -> "ASGIApp":
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(text, 401)
