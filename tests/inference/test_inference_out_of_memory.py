@@ -7,7 +7,7 @@ import psutil
 import pytest
 from inference_servers import DENSE, make_run, start_role
 
-from orrery.inference.out_of_memory import explain, weight_bytes
+from orrery.inference.server import explain_memory, weight_bytes
 from orrery.manifest.errors import OutOfMemory
 from orrery.manifest.identity import load
 from orrery.manifest.schema.inference import longest_device_bytes
@@ -58,7 +58,7 @@ def explained(run_dir, cause, **inference):
     spec["inference"] |= {"kv_cache_bytes": 64 * GIB, **inference}
     path = run_dir / "other.json"
     path.write_text(json.dumps(spec))
-    said = explain(cause, load(path), run_dir / "weights" / "init")
+    said = explain_memory(cause, load(path), run_dir / "weights" / "init")
     typed = re.findall(r"inference\.(\w+): (\d+)", said or "")
     spec["inference"] |= {field: int(value) for field, value in typed}
     path.write_text(json.dumps(spec))
@@ -92,7 +92,7 @@ def test_a_full_gpu_leaves_what_weights_and_other_processes_do_not_take(run_dir)
 
 
 def test_weights_that_fill_the_device_ask_for_more_devices(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("orrery.inference.out_of_memory.weight_bytes", lambda *_: 78 * GIB)
+    monkeypatch.setattr("orrery.inference.server.weight_bytes", lambda *_: 78 * GIB)
     said, changed = explained(run_dir, TORCH.format(asked="2.00", free="1.00", own="78.10"))
     assert "inference.tensor_parallel: 2 instead of 1 halves them" in said
     assert changed.tensor_parallel == 2

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from orrery.inference import out_of_memory
 from orrery.inference.assemble import (
     INDEX,
     blank_adapter,
@@ -74,7 +73,7 @@ def serve_replica(ctx: RoleContext) -> None:
     from orrery.inference import server
 
     registry.correct_server(manifest)
-    explain = partial(out_of_memory.explain, manifest=manifest, weights=weights)
+    explain = partial(server.explain_memory, manifest=manifest, weights=weights)
     server.serve(ctx, arguments, disk_folder(ctx), explain)
 
 
