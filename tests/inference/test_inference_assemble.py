@@ -409,8 +409,8 @@ def test_a_store_names_the_library_that_its_master_lacks_and_what_brings_it(
     monkeypatch.setattr(kv_store, "_loads", lambda library: library != missing)
     with pytest.raises(
         OrreryError,
-        match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}\. "
-        r"Build an image ",
+        match=rf"{missing} is missing, .* `apt-get install -y {kv_store.LIBRARIES[missing]}`, "
+        r"or rebuild the image ",
     ):
         kv_store.master_program()
 

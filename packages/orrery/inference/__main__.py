@@ -1,8 +1,8 @@
 """Run one vLLM server: `python -m orrery.inference`.
 
-- It serves a replica of a run. Further nodes of a replica run `orrery.inference.headless`.
-- In the stage SERVE, it serves a Hugging Face folder for `orrery serve`. The run directory then has
-  no manifest, and `weights/serve` links to the folder.
+- It serves a replica. Further nodes of a replica run `orrery.inference.headless`.
+- In the stage SERVE, it serves a folder for `orrery serve`. `weights/serve` links to the folder,
+  and the run directory has no manifest.
 """
 
 import gc
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(role: str) -> None:
-    gc.disable()  # garbage collection would slow the imports
+    gc.disable()  # speeds up the imports
     with role_process(role) as ctx:
         if ctx.stage == SERVE:
             serve_folder(ctx)
@@ -52,7 +52,7 @@ def run(role: str) -> None:
 
 
 def serve_replica(ctx: RoleContext) -> None:
-    run_token()  # check the token before vLLM's long start
+    run_token()  # fails before vLLM's long start
     ctx.health.doing("loading vLLM")
     engine, part = engine_and_part(ctx)
     inference = ctx.manifest.inference.of_engine(engine)

@@ -33,13 +33,13 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"
 BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
-# The class name, because vLLM on CPU would replace "uni" by "mp".
+# vLLM on CPU replaces the short name "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-INDEX = "ORRERY_ENGINE"  # environment variable: index of the engine
+INDEX = "ORRERY_ENGINE"  # environment variable: engine index
 ENGINE_READY_S = 600
-HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes the ranks' rendezvous address
+HEAD, MEET_S = "engine_head", 0.1  # HEAD: role of the ranks' rendezvous address
 KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
-# Adapters never target experts, because vLLM's LoRA kernels for experts do not run on CPU.
+# Without experts, because vLLM's LoRA kernels for them do not run on CPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -58,7 +58,7 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 
 
 def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
-    """Raise OrreryError if vLLM `release` lacks the architecture in `weights`/config.json."""
+    """Raise OrreryError if vLLM `release` lacks the architecture of `weights`."""
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
     if manifest.model.family != "hugging_face" and name not in known:
         raise OrreryError(
@@ -113,7 +113,7 @@ def server_arguments(
     else:
         arguments |= _spread(manifest)
         if inference.dtype == "bfloat16":
-            # Compute float32 logits, as the trainer's output head does.
+            # float32 logits, as in the trainer
             arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
@@ -157,7 +157,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         if fp8 is not None and manifest.model.mla is not None:
             others.append(_NARROW)
         arguments |= {
-            # One scale per 128 × 128 block, as in DeepGEMM and the trainer
+            # 128 × 128 blocks, as in DeepGEMM and the trainer
             "--quantization": "fp8_per_block",
             # FP8 routers would choose other experts than the trainer.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
@@ -175,7 +175,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the host and port where an engine's ranks meet. Its first node chooses the port."""
+    """Return the host and port where an engine's ranks meet, chosen by its first node."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
@@ -198,7 +198,7 @@ def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
 
 
 def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
-    """Return the `vllm serve` arguments for node `part` of an engine. Only node 0 has a server."""
+    """Return `vllm serve` arguments for node `part` of an engine. Only node 0 has a server."""
     ranks = inference.ranks_per_node
     where = ["--data-parallel-size-local", str(ranks), "--data-parallel-address", host]
     where += ["--data-parallel-rpc-port", str(port)]
@@ -206,9 +206,9 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 
 
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
-    """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
+    """Return a folder with a PEFT adapter of zeros, or None without LoRA.
 
-    All engines of a stage share the folder: its path is part of KV block hashes, which must agree.
+    All engines of a stage share the folder, because its path is part of KV block hashes.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -223,7 +223,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM requires at least one projection, and fills the others with zeros.
+    # vLLM requires one projection, and zeros the others.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {
         "A": (lora.rank, model.num_heads * model.head_dim),
@@ -234,7 +234,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # before the rename: later starts trust an existing folder
+    sync_tree(aside)  # later starts trust an existing folder
     try:
         aside.rename(folder)
     except OSError:
@@ -256,13 +256,13 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
     if manifest.inference.quantization == "fp8":
         variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # with 1, Hopper engines round weights twice
     if manifest.inference.enforce_eager:
-        # Otherwise vLLM compiles the log-prob ranking, and needs a C++ compiler.
+        # Otherwise vLLM needs a C++ compiler to rank log-probs.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set environment variables for vLLM. Keep the user's timeout, log level and CPU options."""
+    """Set vLLM's environment variables. Keep the user's timeout, log level and CPU options."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
@@ -287,7 +287,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
 def folder_arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | None) -> list[str]:
     """Return vLLM's command line for a Hugging Face folder.
 
-    On CPU, `--dtype` is config.json's dtype, because vLLM's default is never float32.
+    On CPU, pass config.json's dtype, because vLLM's default is never float32.
     """
     found = ["--model", str(folder), "--served-model-name", folder.name]
     found += ["--host", host, "--port", str(port), "--max-model-len", "auto"]

@@ -1,7 +1,7 @@
 """Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
 - The first `prefill_replicas` engines prefill, and the others read their KV blocks. A block's lease
-  (time until reuse) outlasts any request. Otherwise NIXL could send another request's cache.
+  (time until reuse) outlasts all requests. Otherwise NIXL could send another request's cache.
 - An attempt removes earlier attempts' files: their block hashes recur with other weights.
 """
 
@@ -98,7 +98,7 @@ def handover(config: Any, host: str) -> dict[str, str]:
 
 
 def disk_folder(ctx: RoleContext) -> Path:
-    """Return the engine's folder on the scratch disk, kept over restarts within an attempt."""
+    """Return the engine's scratch folder. It outlives restarts within an attempt."""
     name = str(ctx.index) if ctx.role == "inference" else ctx.name
     folder = run_directory.disk_folder(ctx.run_dir, ctx.stage)
     return folder / f"attempt_{ctx.attempt}" / name
@@ -163,7 +163,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}
-    # Keep routes of twice the host tier's blocks, because the eviction orders differ.
+    # Keep routes of twice the host tier's blocks: the eviction orders differ.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -175,7 +175,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
-    """Split a rank's disk bytes into (KV bytes, route bytes) for equally many blocks."""
+    """Split disk bytes into (KV bytes, route bytes) for equally many blocks."""
     cache, routes = disk_block_bytes(manifest.model, manifest.inference, manifest.route_bytes)
     caches = disk_bytes * cache // (cache + routes)
     return caches, disk_bytes - caches
@@ -196,7 +196,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write Mooncake's client config. Return the environment variable with its path."""
+    """Write Mooncake's client config. Return the variable with its path."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -232,7 +232,7 @@ def refuse_open_interfaces(what: str) -> None:
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError if RDMA has no device, because Mooncake would silently use TCP."""
+    """Raise OrreryError without an RDMA device, because Mooncake would silently use TCP."""
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "

@@ -1,4 +1,4 @@
-"""Run the master of a Mooncake Store (shared KV cache): `python -m orrery.inference.kv_store`."""
+"""Run a Mooncake Store's master (shared KV cache): `python -m orrery.inference.kv_store`."""
 
 import socket
 import subprocess
@@ -29,8 +29,8 @@ def master_program() -> Path:
         if not _loads(library):
             raise OrreryError(
                 f"inference.kv_offload.kind 'mooncake': {library} is missing, and Mooncake needs "
-                f"it also for TCP. On a host run: apt-get install -y {package}. Build an image "
-                "anew from containers/"
+                f"it even for TCP. Type `apt-get install -y {package}`, or rebuild the image from "
+                "containers/"
             )
     return program
 
@@ -77,7 +77,7 @@ def _listens(host: str, port: int) -> bool:
 def _loads(library: str) -> bool:
     """Return whether the library loads in a subprocess.
 
-    Loaded in this process, it could conflict with NIXL's copy of rdma-core and crash at exit.
+    In this process, it could conflict with NIXL's rdma-core and crash at exit.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
     command = [sys.executable, "-S", "-c", probe, library]

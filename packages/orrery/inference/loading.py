@@ -73,7 +73,7 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """Return the slices that `model` loads. Leave the model unchanged.
+    """Return the slices that `model` loads, without changing it.
 
     Raise ValueError if a layer gets only some of its elements, or if a loader does more than copy
     slices and set constants.
@@ -95,7 +95,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """In the `with` body, keep parameters on the meta device, in their layout before repacking.
+    """In the `with` body, keep parameters on the meta device, as before repacking.
 
     Yield {storage address: (layer name, parameter name)}.
     """
@@ -120,7 +120,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
 
 
 def put_back(model: Any) -> None:
-    """Undo `initialize_layerwise_reload` or `_without_storage`, if no tensor was loaded yet."""
+    """Undo `initialize_layerwise_reload` or `_without_storage`, before any tensor is loaded."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.kernel_tensors is not None:
@@ -173,8 +173,8 @@ class _Recorder(TorchDispatchMode):
             of, into = torch.broadcast_tensors(of, into) if of.numel() == into.numel() else (of, of)
         if of is into:
             raise ValueError(
-                f"{parameter!r} of layer {layer!r}: it has one element of {tensor.name!r} several "
-                "times, so it is no slice; set transport.weights to 'files'"
+                f"{parameter!r} of layer {layer!r}: it repeats an element of {tensor.name!r}, "
+                "so it is no slice; set transport.weights to 'files'"
             )
         box, strides = as_box(tuple(tensor.shape), of, into, tensor.name)
         self.needs.destinations.setdefault(tensor.name, []).append(
@@ -188,8 +188,7 @@ def as_box(
 ) -> tuple[Box, tuple[int, ...]]:
     """Return the box of tensor `name` that `of` covers, and the stride in `into` per box dimension.
 
-    `of` is a view of this dense tensor of `shape`, to be copied to `into`. Raise ValueError if `of`
-    covers no box.
+    `of` is a view of the dense tensor of `shape`. Raise ValueError if it covers no box.
     """
     full: list[int] = []
     stride = 1
@@ -209,7 +208,7 @@ def as_box(
         dim = next(free, None)
         if dim is None or (starts[dim] + n > shape[dim] and (starts[dim] or n % shape[dim])):
             raise ValueError(
-                f"tensor {name!r}: its loader takes elements of it that are no box; "
+                f"tensor {name!r}: its loader takes elements that form no box; "
                 "set transport.weights to 'files'"
             )
         if starts[dim] + n > shape[dim]:

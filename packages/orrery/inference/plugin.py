@@ -19,7 +19,7 @@ from orrery.wire.rendezvous import ENGINE_HEADER
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Environment variable: prefix of the engine's shared memory names.
+# Environment variable: prefix of shared memory names.
 SHARED = "ORRERY_SHARED_MEMORY"
 OPEN = ("/health", "/metrics")
 GENERATE = "/inference/v1/generate"
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 class AttestingWorker:
-    """Methods added to vLLM's worker class (`--worker-extension-cls`)."""
+    """Methods for vLLM's worker class (`--worker-extension-cls`)."""
 
     weight_transfer_engine: Any
     finish_weight_update: Any
@@ -77,7 +77,7 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return {step of the last weight update: seconds}, or {} for adapters."""
+        """Return {step of the last update: seconds}, or {} for adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
@@ -97,7 +97,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail Mooncake's KV reads from an ended engine. NIXL detects ended engines itself."""
+        """Fail Mooncake's reads from an ended engine. NIXL detects ended engines itself."""
         from orrery.inference.patches.vllm import give_up_pulls_of
 
         worker = _connector_worker()
@@ -120,7 +120,7 @@ def _connector_worker() -> Any:
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before reading the body.
 
-    GENERATE needs the credential `generate`, paths in OPEN need none, and others need `administer`.
+    GENERATE needs the credential `generate`, OPEN needs none, and other paths need `administer`.
     Without a token, an engine refuses all requests if a launcher started it, and accepts all
     otherwise.
     """

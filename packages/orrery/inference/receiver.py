@@ -3,9 +3,8 @@
 - A version comes in files (whole tensors or LoRA factors) or by direct transfer (slices).
 - A fingerprint (64-bit hash) is of the loaded tensor ("resident") or, if the engine repacks or
   slices the tensor, of its state on arrival ("as_consumed").
-- An update must have all tensors of the engine's first checkpoint.
-- Workers never raise, because vLLM 0.32 would mix up their results. If any worker fails, all
-  discard the update.
+- Workers never raise, because vLLM 0.32 would mix up their results. If one fails, all discard the
+  update.
 """
 
 import abc
@@ -54,7 +53,7 @@ from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# vLLM does not repack these modules' weights.
+# vLLM does not repack these modules.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
@@ -80,7 +79,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A transfer round's FP8 slices, and its copies of decoded FP8 (`wide`) and other slices."""
+    """A round's FP8 slices, and its copies of decoded FP8 (`wide`) and other slices."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -156,7 +155,7 @@ class Receiver(Backend):
             self.model.load_weights(decoded(self._fingerprinted(update)))
             self._check_complete(update)
         else:
-            # A `torch.device` context would make dynamo recurse endlessly in vLLM's FP8 rounding.
+            # A `torch.device` context makes dynamo recurse endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
                 self._take(update)
 
@@ -287,7 +286,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the tensor names of the engine's first checkpoint, without a tied LM head."""
+        """Return the first checkpoint's tensor names, without a tied LM head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -331,10 +330,9 @@ class Receiver(Backend):
 
 
 class AdapterReceiver(Backend):
-    """vLLM's weight-transfer backend for the engine's one adapter.
+    """Overwrite the factors of the engine's adapter while the engine is paused.
 
-    Overwrite the adapter's factors in the paused engine. With vLLM's `load_inplace`, requests from
-    before the update would load the old files again.
+    With vLLM's `load_inplace`, requests from before the update would load the old files again.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -398,7 +396,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a LoRA factor's fingerprint and kind, read from vLLM's `buffer` if it fits there."""
+    """Return a LoRA factor's fingerprint and kind, from vLLM's `buffer` if it fits there."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED
@@ -408,7 +406,7 @@ def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
 def damage(folder: Path) -> str | None:
     """Return a message about a damaged safetensors file, or None.
 
-    The message names no folders, because vLLM removes paths from error answers.
+    It names no folders, because vLLM removes paths from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

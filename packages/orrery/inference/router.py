@@ -1,7 +1,7 @@
 """Run vllm-router for the engine replicas, behind a proxy (`Front`) that checks credentials.
 
-- Without the proxy, any caller could add engines to the router. The router validates keys by
-  requests to the proxy's route `AUTHORIZED`, so it also refuses callers that bypass the proxy.
+- Without the proxy, any caller could add engines. The router validates keys at the proxy's route
+  `AUTHORIZED`, so it also refuses callers that bypass the proxy.
 - Only the proxy listens on `ctx.host`. The router and its Prometheus page listen on loopback.
 - Retries and circuit breakers are off, because callers handle failed requests.
 """
@@ -60,7 +60,7 @@ SWEEP_S = 10.0
 LINGER_S = 1.0
 
 _UNAUTHORIZED = "this router serves one run only: its token is missing or belongs to another run\n"
-log = logging.getLogger(__name__)
+log = logging.getLogger("orrery.inference.front")
 
 
 def router_arguments(
@@ -70,7 +70,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Above `most` requests, the router answers 429. The factor 2 lets old and new ones overlap.
+    # Above `most`, the router answers 429. The factor 2 lets old and new requests overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -96,7 +96,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first argument is the URL that validates API keys.
 
-    vllm-router 0.1.17 has no option for this URL. Without the URL, it accepts every call.
+    vllm-router 0.1.17 has no option for this URL, without which it accepts every call.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 
@@ -128,13 +128,13 @@ async def _serve(ctx: RoleContext, token: str) -> None:
         is_left.set()
     urls = [engine.url for engine in engines]
     without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
-    port, metrics_port = free_ports(2)  # vllm-router does not report a port that it chooses
+    port, metrics_port = free_ports(2)  # vllm-router does not report its port
     inner = f"http://{LOOPBACK}:{port}"
     async with Front(token, inner) as front, beating_loop(ctx.health):
         url = await front.listen(ctx.host, ctx.port)
         ctx.health.doing("starting vllm-router")
         arguments = router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port)
-        # The router's Rust core ignores --log-level, and by default logs every request.
+        # The Rust core ignores --log-level, and by default logs every request.
         level = (log_level() or "warning").replace("warning", "warn")
         process = subprocess.Popen(
             [*PROGRAM, url + AUTHORIZED if token else "", *arguments],
@@ -176,7 +176,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Front:
-    """The proxy. With an empty token, it accepts every request."""
+    """The proxy. With an empty token, it accepts all requests."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
@@ -380,7 +380,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502. After a partial answer, disconnect, so that the caller sees an error."""
+        """Answer 502, or disconnect after a partial answer, so that the caller sees an error."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()

@@ -3,7 +3,7 @@
 - vLLM's processes end with this process, which ends within WATCH_S of an engine core's death.
 - In the role `headless`, this process runs engine cores for a server on another node.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
-- `root_cause` finds an engine's error in its log. `explain_memory` advises on memory errors.
+- `root_cause` and `explain_memory` explain failures.
 """
 
 import asyncio
@@ -82,8 +82,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM. `disk`: folder of KV blocks.
 
-    Raise RunFailed if the engine dies or does not start, or OutOfMemory if `explain` has a message
-    for a failed start.
+    Raise RunFailed if the engine dies or does not start, or OutOfMemory if `explain` has a message.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -126,12 +125,12 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # folder of KV blocks
+    disk: Path | None
     pid: int  # the server's, because forks must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Return the names of this engine's files. Call this before TMPDIR changes."""
+        """Return this engine's files. Call this before TMPDIR changes."""
         tempfile.tempdir = None
         name = ctx.index if ctx.role == "inference" else ctx.name
         start = run_directory.start_prefix(ctx.run_dir, name)
@@ -169,7 +168,7 @@ async def _serve(
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()
-    # Building the client blocks the event loop, so start the heartbeat afterwards.
+    # Building the client blocks the event loop, so the heartbeat starts afterwards.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -238,7 +237,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """Return an event that vLLM's shutdown sets. STOP_S later, a thread ends all processes."""
+    """Return an event that vLLM's shutdown sets. A thread ends all processes STOP_S later."""
     stopping = threading.Event()
     shutdown = engine.shutdown
 
@@ -307,8 +306,8 @@ async def _healthy(host: str, port: int) -> bool:
 def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return an engine failure's cause: an exception in `log` after byte `begin`, or `error`.
 
-    Prefer unhandled to handled exceptions, and both to consequences of another process's end. In
-    each class, prefer exceptions logged as ERROR.
+    Prefer unhandled exceptions, then handled ones, then consequences of another process's end.
+    Among equals, prefer exceptions logged as ERROR.
     """
     if POINTER not in str(error):
         return str(error)

@@ -36,9 +36,9 @@ SERVERS_START_S = 600.0
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
-    """Wait until all engines and the router (if any) listen. Return their pool.
+    """Wait until the engines and the router listen. Return their pool.
 
-    If the stage is preempted, raise Preempted with the newest checkpoint's step, or with 0.
+    At a preemption, raise Preempted with the newest checkpoint's step, or 0.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -120,11 +120,11 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a scheduler, resumed from the newest checkpoint if there is one.
+    """Return a scheduler, resumed from the newest checkpoint if one exists.
 
-    Remove incomplete checkpoints and SFT's checkpoints.
+    Remove incomplete checkpoints and SFT's.
     """
-    # No process saves yet: the trainer writes no checkpoint before its first batch.
+    # The trainer saves no checkpoint before its first batch.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))

@@ -1,7 +1,4 @@
-"""Turn a `TrainBatch` into micro-batches for every rank, a metrics row and samples.
-
-A sample is a rollout's text, one line in `rollouts/*.jsonl`.
-"""
+"""Turn a `TrainBatch` into micro-batches, a metrics row and lines of `rollouts/*.jsonl`."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -57,7 +54,7 @@ def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
     """Pack documents (rollouts) into batch `step`.
 
-    All ranks of a context-parallel group get the same micro-batches.
+    Ranks of a context-parallel group get equal micro-batches.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))

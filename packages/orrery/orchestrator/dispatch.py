@@ -4,7 +4,7 @@
 - Every request leaves `Dispatch` exactly once: finished, failed, or in a `GroupDropped`.
 - Order of starts: evaluation, started groups (their prompt is cached), new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
-- Each rollout in flight takes one permit of `Admission`. `AdaptiveLimit` sets their number.
+- Each rollout in flight takes one permit of `Admission`.
 """
 
 import math
@@ -50,7 +50,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One dispatched rollout. `version`: policy version when its group started, also cache salt."""
+    """One rollout's request. `version`: policy version when its group started, and cache salt."""
 
     group: GroupRequest
     member: int
@@ -80,7 +80,7 @@ class GroupDropped:
 
 
 class Source:
-    """A source of groups: first `unfinished`, then new groups, from problem `first_problem` on."""
+    """A source of groups: first `unfinished`, then new groups from problem `first_problem` on."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class AdaptiveLimit:
     """The limit of rollouts in flight: the number of engines / `share`.
 
     `share` estimates the part of one engine's KV cache that a rollout uses. It rises at once but
-    falls slowly, because young rollouts use little cache. Each request that an engine preempts
-    lowers the limit by 1. Preemptions lower it by at most max(1, BACKOFF · limit) per poll.
+    falls slowly, because young rollouts use little cache. Preempted requests lower the limit by 1
+    each, but per poll by at most max(1, BACKOFF · limit).
     """
 
     bounds: AdaptiveAdmission
@@ -133,15 +133,15 @@ class AdaptiveLimit:
     ) -> None:
         """Update `share` and `limit`.
 
-        `num_ended`: rollouts that ended since the last poll. `was_full`: whether all permits were
-        taken at some time since the last poll.
+        `num_ended`: rollouts ended since the last poll. `was_full`: all permits were taken at some
+        time since then.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # A request that loads KV blocks already occupies cache, but vLLM counts it as waiting.
+        # vLLM counts a request that loads KV blocks as waiting, but it occupies cache.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -300,9 +300,9 @@ class Dispatch:
         return True
 
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
-        """Return the requests in flight for longer than `timeout_s`. They stay in flight.
+        """Return requests in flight for longer than `timeout_s`. They stay in flight.
 
-        Time without a serving engine (`is_served` is False) does not count.
+        Time without a serving engine (`is_served`) does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -343,7 +343,7 @@ class Dispatch:
 
 @dataclass
 class _Expired:
-    """A rollout past its timeout. `tokens`: {engine: token count at the first poll afterwards}."""
+    """A rollout past its timeout. `tokens`: {engine: token count at the next poll}."""
 
     since_s: float
     tokens: dict[int, int] = field(default_factory=dict)
@@ -351,11 +351,11 @@ class _Expired:
 
 
 class TimeoutClassifier:
-    """Classify rollouts that took longer than `timeout_s`.
+    """Classify rollouts past `timeout_s`.
 
-    - `timeout`: every engine with requests generates tokens, so the rollout is only slow.
+    - `timeout`: every engine with requests generates tokens.
     - `engine_still`: an engine with requests generated no tokens for PROOF_S.
-    - `no_answer`: the rollout's task or judge did not answer.
+    - `no_answer`: the task or judge did not answer.
 
     Only `timeout` may become a reward of 0 (`orchestrator.on_timeout`).
     """
@@ -402,7 +402,7 @@ class TimeoutClassifier:
 async def poll_engines(
     ctx: RoleContext, pool: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
-    """Update `admission`. Return the engines' loads, or {} if an engine does not answer."""
+    """Update `admission`. Return engines' loads, or {} if one does not answer."""
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
     except OrreryError as error:
@@ -435,7 +435,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Records `generate` spans in the metrics: times during which an engine has requests."""
+    """Record when an engine has requests, as `generate` spans."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

@@ -46,7 +46,7 @@ async def run(ctx: RoleContext) -> None:
 
 
 async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, EvaluationResult]:
-    # RL may have ended before `num_steps`.
+    # RL may end before `num_steps`.
     after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
         "before": (0, assemble.policy_dir(ctx, "sft", "init")),
@@ -86,7 +86,7 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if `folder` does not hold the last weights that the trainer published.
 
-    Check only if weights travel as `files` without FP8. Otherwise, digests are not comparable.
+    Check only `files` without FP8, because other digests are not comparable.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8
@@ -174,9 +174,9 @@ class EvaluationLoop:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """Return the content of `result.json`: rewards by policy and task.
+    """Return `result.json`: rewards by policy and task.
 
-    Means exclude failed rollouts, but include timeouts with a reward of 0. The mean over all tasks
+    Means exclude failed rollouts, but include timeouts with a reward of 0. The mean over tasks
     weights each task by its requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}

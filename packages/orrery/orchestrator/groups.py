@@ -2,11 +2,10 @@
 
 - Equal rewards give advantages of exactly 0.
 - Timeouts with a reward of 0 count in the group's mean reward, but are not trained.
-- A group without a finished rollout or with fewer than two rewards is dropped
-  (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, a group with only zero advantages is spare. A batch uses spare
-  groups only after `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled.
-- A batch has exactly `rollouts_per_batch` rollouts, oldest group first, and no stale group.
+- A group without a finished rollout or with only one reward is dropped (`too_few_survivors`).
+- With `drop_zero_advantage_groups`, groups with only zero advantages are spare. Batches use them
+  only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
+- A batch takes the oldest groups first, and no stale group.
 """
 
 import math
@@ -22,8 +21,8 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl, Orchestrator
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Rollout
 
-STD_FLOOR = 1e-6  # a smaller deviation is only a rounding error
-BARREN_BATCHES = 10  # the run ends after so many batches' worth of untrainable rollouts in a row
+STD_FLOOR = 1e-6  # smaller deviations are rounding errors
+BARREN_BATCHES = 10  # consecutive untrainable rollouts that end the run, in batches
 RAISE = {  # drop reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
@@ -81,7 +80,7 @@ def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
         replace(rollout, advantage=float(advantage))
         for rollout, advantage in zip(
             group.survivors, gained, strict=False
-        )  # the last advantages belong to timeouts, which are not trained
+        )  # the last advantages are of timeouts
     ]
 
 
@@ -103,7 +102,7 @@ class Groups:
         if group.num_ended < request.group.size:
             return None
         del self._groups[request.group.key]
-        # Make the batch independent of the order of arrival.
+        # Arrival order must not matter.
         group.survivors.sort(key=lambda rollout: rollout.member)
         return group
 
@@ -143,7 +142,7 @@ class RolloutBuffer:
     def room(self, num_batches: int) -> int:
         """Return how many more rollouts to sample for `num_batches` batches.
 
-        The sampling budget limits this number, but always allows one complete batch.
+        The sampling budget limits this number, but always allows one batch.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
@@ -183,7 +182,7 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def drop_engines(self, is_dropped: Callable[[int], bool], reason: str) -> int:
-        """Drop groups with a rollout of a dropped engine. Return the number of rollouts."""
+        """Drop groups with a rollout of a dropped engine. Return their number of rollouts."""
         num_dropped = 0
         for groups in (self.queue, self.spare):
             kept = [group for group in groups if not any(is_dropped(one.engine) for one in group)]

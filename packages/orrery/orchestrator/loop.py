@@ -37,7 +37,7 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
-GATHER_S = 0.01  # delay of starts, so that rollouts of a group start together
+GATHER_S = 0.01  # so that rollouts of a group start together
 FIRST_VERSION_S = 600.0
 NUM_SAMPLES = 4
 MANY_TRUNCATED = 0.5
@@ -157,7 +157,7 @@ class Loop:
         self._reported: str | None = None
         self._has_warned = False
         self._preemption = PreemptionWatch(ctx)
-        # Step of the checkpoint from which the run resumed, or 0.
+        # step from which the run resumed, or 0
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
@@ -202,7 +202,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Log-probs may be wrong until all engines have passed the canary check.
+            # Log-probs may be wrong until the canary check.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -225,7 +225,7 @@ class Loop:
                 self.changed.notify_all()  # the engines have answered the canary
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # pause, because each pass reads files
+            await asyncio.sleep(POLL_S)  # each pass reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -273,7 +273,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write metrics before sending, because a run that resumes after this batch skips them.
+        # Write metrics before sending: a run that resumes after this batch skips them.
         self.ctx.metrics.write(
             step,
             **row,

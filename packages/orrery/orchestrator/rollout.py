@@ -3,8 +3,8 @@
 - Prompt tokens and tool results are not trained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
 - `RolloutFailed`: engine, task or judge failed. `JudgeBroken` (wrong rewards) ends the run.
-- `RolloutRunner` calls `on_ended` once per request, except for cancelled requests. A rollout's
-  unexpected exception ends the run: `check` raises it.
+- `RolloutRunner` calls `on_ended` once per request, except for cancelled requests. Its `check`
+  raises unexpected exceptions of rollouts, which end the run.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from orrery.wire.routed_experts import Routes, RouteShape, column, row_shape
 NO_VERSION = -1
 ENGINE_GONE = "engine_gone"
 SITE_REFUSED = "site_refused"
-# Pause after a lost engine, because new rollouts would fail in a tight loop.
+# Pause after a lost engine, so that rollouts do not fail in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
 class WorkerThread:
-    """Run blocking calls in order in one daemon thread. Skip calls cancelled before their turn."""
+    """Run calls in order in one daemon thread. Skip calls cancelled before their turn."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -100,7 +100,7 @@ NOT_THE_TASKS = (
 class Rollout:
     """A finished episode. The arrays have one entry per token of the conversation.
 
-    `advantage` is None until all rollouts of the group have ended.
+    `advantage` is None until the group is complete.
     """
 
     token_id: np.ndarray  # i32 [n]
@@ -112,7 +112,7 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k]
-    engine: int = UNKNOWN_ENGINE  # index of the engine, if one engine sampled all turns
+    engine: int = UNKNOWN_ENGINE  # index of the engine, if one sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
@@ -170,7 +170,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Return the position of the first token without known routed experts (MoE)."""
+        """Return the first position without known routed experts (MoE)."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -276,7 +276,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Batches hold float32, and checkpoints JSON, which has no infinity or NaN.
+    # Batches hold float32, and checkpoints JSON without infinity or NaN.
     if not (np.abs([reward, *metrics.values()]) <= np.finfo(np.float32).max).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite float32 numbers")
@@ -287,7 +287,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # Abort explicitly, because a router does not report the disconnect to the engine.
+        # Abort explicitly: a router does not report the disconnect to the engine.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:
@@ -362,7 +362,7 @@ class RolloutRunner:
         on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`is_compared(version)`: whether the trainer may recompute the version's log-probs."""
+        """`is_compared(version)`: whether the trainer may recompute its log-probs."""
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
         self._routes = row_shape(manifest)
@@ -405,7 +405,7 @@ class RolloutRunner:
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # mark as read, because asyncio logs unread exceptions
+            opening.exception()  # or asyncio logs it as never retrieved
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
@@ -475,7 +475,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return a request's seed, which is equal for all policy versions."""
+    """Return a request's seed, equal for all policy versions."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -1,8 +1,8 @@
 """Make all decisions of the RL loop, without calling engines, clocks or asyncio.
 
 - A group (rollouts of one problem) starts only if an open batch has room for it.
-- A batch is open if it accepts tokens of the engines' policy version, and is at most
-  `max_batches_ahead` + 1 batches after the newest batch that the trainer has requested.
+- An open batch accepts tokens of the engines' policy version, and is at most `max_batches_ahead` +
+  1 batches after the newest batch that the trainer has requested.
 - No rollout starts during a weight update. No update starts during an evaluation.
 - `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
@@ -95,9 +95,9 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add a rollout. Return the evaluation's result after its last rollout.
+        """Add a rollout. After the last rollout, return the evaluation's result.
 
-        Raise RunFailed if a token is of another version, or if all rollouts of a task failed.
+        Raise RunFailed if a token has another version, or if all rollouts of a task failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
@@ -107,8 +107,8 @@ class Evaluations:
             if (versions != active.version).any():
                 raise RunFailed(
                     f"evaluation at version {active.version}: rollout {request.name} holds "
-                    f"tokens of versions {versions.min()} to {versions.max()}; no update may run "
-                    "during an evaluation, so this is a defect: report it"
+                    f"tokens of versions {versions.min()} to {versions.max()}; report this defect: "
+                    "an update ran during the evaluation"
                 )
             active.rollouts.append(outcome)
         elif outcome.is_zero:
@@ -151,7 +151,7 @@ class Evaluations:
 
 
 def describe_counts(row: dict) -> str:
-    """Return a phrase such as `250 rollouts, 3 of them timed out, 20 failed: 20 judge`."""
+    """Return for example `250 rollouts, 3 of them timed out, 20 failed: 20 judge`."""
     text = f"{row['num_rollouts']} rollouts"
     if zeros := row["num_timeouts"] - row["failures"].get(TIMEOUT, 0):
         text += f", {zeros} of them timed out"
@@ -175,7 +175,7 @@ class Clock:
     """The engines' policy version and the next batch's number.
 
     - Batch n ≥ 1 trains version n − 1 and makes version n.
-    - A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.
+    - Its tokens have versions ≥ n − 1 − `max_off_policy_steps`.
     """
 
     max_off_policy_steps: int
@@ -201,7 +201,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # One entry per rollout: task index, reward, whether its group has a nonzero advantage.
+    # per rollout: task index, reward, whether its group has a nonzero advantage
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -384,7 +384,7 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop a refused site's rollouts, also those that end later. Return their number."""
+        """Drop a refused site's rollouts, also later ones. Return their number."""
         self._refused.add(engine)
         num_open = self.groups.drop_engine(engine)
         self.buffer.count(SITE_REFUSED, num_open)

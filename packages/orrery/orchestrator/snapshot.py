@@ -1,10 +1,9 @@
 """Write and read the orchestrator's part of a checkpoint, `step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the tokens of finished groups that wait for a batch, `state.json` all
-  other state.
+- `queue.safetensors` has the tokens of groups that wait for a batch, `state.json` all other state.
 - The files of step n are written before batch n is sent, so every trainer checkpoint has them.
-- At a later preemption, the newer state goes to `later.attempt_<k>/orchestrator/` in the
-  checkpoint's folder. A resumed run reads this newer state.
+- At a later preemption, newer state goes to `later.attempt_<k>/orchestrator/` in the checkpoint's
+  folder. A resumed run reads this state.
 """
 
 import shutil
@@ -66,7 +65,7 @@ def write_now(
 ) -> Path:
     """Write the state after batch `step`, the last batch sent.
 
-    `is_resumed`: whether this attempt resumed from `step` and has sent no batch since.
+    `is_resumed`: this attempt resumed from `step` and has sent no batch.
     """
     if is_resumed:
         checkpoint = checkpoints.whole_dir(run_dir, step)
@@ -137,7 +136,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 def read(checkpoint: Path, step: int) -> Snapshot:
     """Return the newest orchestrator state in the checkpoint of `step`.
 
-    Raise OrreryError if the state is incomplete or belongs to another step.
+    Raise OrreryError if it is incomplete or of another step.
     """
     path = checkpoint / "orchestrator"
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"
@@ -181,7 +180,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copy, because a memory-mapped NFS file becomes unreadable if another node removes it.
+    # Copy: a memory-mapped NFS file becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

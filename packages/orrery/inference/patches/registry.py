@@ -1,4 +1,4 @@
-"""List the runtime patches of vLLM, and apply them.
+"""List and apply the patches of vLLM.
 
 `python -m orrery.inference.patches.registry` prints one line of JSON per patch.
 """
@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Environment variable: factor that enlarges vLLM's store of routed experts.
+# Environment variable: factor for the size of vLLM's route store.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: tokens per sequence. If set, engines report sparse attention's chosen keys.
+# Environment variable: tokens per sequence. It makes engines report sparse attention's chosen keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -266,7 +266,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError if vLLM is missing. If `enforce_eager`, import vLLM without Inductor."""
+    """Raise OrreryError without vLLM. If `enforce_eager`, import vLLM without Inductor."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "

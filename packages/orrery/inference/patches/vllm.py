@@ -37,7 +37,7 @@ def import_without_compiler() -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Make MoE layers prepack new weights. Call this before each weight reload on CPU."""
+    """Make MoE layers prepack new weights. Call this before each reload on CPU."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -45,7 +45,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Prepack new weights of a tied head. Call this after each weight reload on CPU."""
+    """Prepack a tied head's new weights. Call this after each reload on CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -95,7 +95,7 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 
 
 def fork_engine_core() -> None:
-    """Make vLLM fork the engine core. OMP_NUM_THREADS must be 1, because forks lose threads."""
+    """Fork the engine core. OMP_NUM_THREADS must be 1, because forks lose threads."""
     import vllm.v1.engine.utils as engine_utils
 
     def forking() -> BaseContext:
@@ -122,7 +122,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Restore a request's random generator after chunks that do not complete its prefill."""
+    """Restore a request's random generator after each chunk but the last of its prefill."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -223,7 +223,7 @@ def _all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Gather `sizes[i]` rows from rank i. Pad the rows, because gloo needs equal sizes."""
+    """Gather `sizes[i]` rows from rank i, padded because gloo needs equal sizes."""
     if isinstance(input_, list):
         return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
     if dim != 0:
@@ -300,7 +300,7 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    # Python limits these names to FreeBSD's length. Linux allows 255 characters.
+    # Python limits names for FreeBSD. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
     shared_memory._SHM_SAFE_NAME_LENGTH = length  # type: ignore[attr-defined]
@@ -311,7 +311,7 @@ def name_shared_memory(name: str) -> None:
 
 
 def unlink_host_tiers(name: str) -> None:
-    """Unlink the shared memory of KV offloading, after all processes have opened it.
+    """Unlink the shared memory of KV offloading, once all processes have opened it.
 
     Leave an empty file, because vLLM unlinks the path later.
     """
@@ -397,7 +397,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in Mooncake's event loop.
 
-    Never call this for a live engine: the engine could write into freed blocks.
+    Never call this for a live engine: it could write into freed blocks.
     """
     _end_of(worker, engine_id).set()
 

@@ -3,7 +3,7 @@
 - `write_answers`: /inference/v1/generate writes JSON without a slow pydantic object per token.
 - `stream_samples`: a streamed answer has one JSON line per finished sample.
 - `hold_outputs`: the engine core sends tokens in chunks. Before a pause or weight update, it sends
-  all held tokens, so that their weight versions are exact.
+  all held tokens, so that their versions are exact.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # This takes effect, because vLLM sends these parameters when the first result is awaited.
+        # vLLM sends these parameters only when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -234,7 +234,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # A view would keep the whole step's array alive.
+                    # a view would keep the step's array
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
@@ -274,7 +274,7 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate log-probs [positions, columns] of several steps, cut to the fewest columns."""
+    """Concatenate log-probs [positions, columns] of steps, cut to the fewest columns."""
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
         (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)
@@ -293,7 +293,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # The API server searches tokens for stop strings, so send them at once.
+    # The API server needs tokens at once to search for stop strings.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

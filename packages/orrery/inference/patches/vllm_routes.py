@@ -1,12 +1,11 @@
 """Make vLLM return routed experts (routes) in more cases, and sparse attention's chosen keys.
 
-- Routes on CPU, with KV offloading and with KV transfers. Speculative decoding on CPU is not
-  supported.
+- Routes on CPU (without speculative decoding), with KV offloading and with KV transfers.
 - The scheduler loads an offloaded KV block only if its routes are known.
 - After a KV transfer, a decode engine knows routes only from the prompt's last token on.
 - With `capture_choices`, vLLM reports u8 [1, bytes] per token: the routed experts of all layers,
-  then, for each indexer of sparse attention, one bit per key position. For a prompt of at most
-  `top_k` tokens, vLLM attends to all keys, and no bit is set.
+  then one bit per key position for each indexer of sparse attention. No bit is set for a prompt of
+  at most `top_k` tokens, because vLLM attends to all keys.
 """
 
 import os
@@ -22,7 +21,7 @@ from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import CHOICE_TOKENS, KEPT
 
 CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
-CHANGES = "routes that came and went"  # key in a dict of request ids, which have no spaces
+CHANGES = "routes that came and went"  # key beside request ids without spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
 
@@ -44,7 +43,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """Make the CPU platform seem out-of-tree, so that vLLM does not require Model Runner V2."""
+    """Make the CPU platform seem out-of-tree, where vLLM does not require Model Runner V2."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -55,7 +54,7 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """Copy of Model Runner V1's batch, with V2's field names."""
+    """A copy of Model Runner V1's batch, with V2's field names."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
@@ -198,7 +197,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of vLLM's route store that fills missing routes with 0xFF."""
+    """Subclass vLLM's route store to fill missing routes with 0xFF."""
 
     class KnownRoutes(store):
         orrery = True
@@ -236,7 +235,7 @@ def _known_routes(store: type) -> type:
 
 
 def capture_choices() -> None:
-    """Make a worker record the chosen keys. Call this before the worker creates its model."""
+    """Record the chosen keys. Call this before the worker creates its model."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer

@@ -1,7 +1,7 @@
 """Call a vLLM server or a router, and update a server's weights.
 
 - Every call has a deadline. A sent request is never retried.
-- Control calls, such as a pause, bypass the router, because a router forwards a call to one engine.
+- Control calls bypass the router, which would forward them to one engine.
 - In an update, requests in flight wait, then continue with new weights on their old KV cache.
 - An engine stays paused until its weights have the published digest.
 """
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 CONTROL_TIMEOUT_S = 120.0  # of control calls other than weight loads and aborts
 LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer
 QUERY_TIMEOUT_S = 10.0
-# vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
+# vLLM's prefix of request ids. Without it, an abort returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
 SAMPLING: dict[str, Any] = {
-    "logprobs": 0,  # return only the log-prob of the sampled token
+    "logprobs": 0,  # only the sampled token's log-prob
     "detokenize": False,
     "skip_special_tokens": False,
 }
@@ -109,11 +109,11 @@ class EngineClient:
         """Sample `num_samples` continuations of `token_ids` at `temperature` (0 is greedy).
 
         - `deliver`: called with each sample when it ends, in any order.
-        - `cache_salt`: only requests with the same salt share prefix-cache blocks.
+        - `cache_salt`: requests with equal salts share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
-        - `stop_token_ids`: tokens that end a sample. The sample includes the stop token.
+        - `stop_token_ids`: tokens that end a sample and belong to it.
         - `routes_from`: position of the first token whose routed experts are returned.
-        - `session`: conversation id. A router keeps a conversation on one engine.
+        - `session`: id of a conversation, which a router keeps on one engine.
         - `rank`: data-parallel rank, by default the client's choice.
 
         Raise EngineGone if the engine is lost, and GenerationFailed after any other failure.
@@ -228,7 +228,7 @@ class EngineClient:
     async def update_weights(self, published: "Published") -> None:
         """Load the published weights in all workers.
 
-        Raise UpdateFailed if a worker fails. All workers then discard the weights.
+        If a worker fails, discard them in all workers, and raise UpdateFailed.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -269,7 +269,7 @@ class EngineClient:
         }
 
     async def attested(self) -> Attested | None:
-        """Return the digest of the workers' weights, or None if the workers disagree."""
+        """Return the digest of the workers' weights, or None if workers disagree."""
         workers = msgspec.convert(await self._ask_workers("attested"), list[Attested])
         return workers[0] if all(other == workers[0] for other in workers) else None
 
@@ -282,11 +282,11 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks kept for transfer. `names`: request (NIXL) or transfer (Mooncake) ids."""
+        """Free KV blocks kept for transfer."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail all requests that read KV blocks of an ended engine."""
+        """Fail requests that read KV blocks of an ended engine."""
         await self._ask_workers("read_no_more", kv_engine_id)
 
     async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -352,10 +352,10 @@ CANARY_S = 120.0
 
 @dataclass(frozen=True)
 class Canary:
-    """A fixed prompt that shows whether an engine computes with the published weights.
+    """A prompt that shows whether an engine computes with the published weights.
 
-    `bound` limits the mean |difference| of log-probs between engine and trainer. Tokens are random,
-    because log-probs of unlikely text react to any change of weights.
+    `bound` limits the mean |log-prob difference| from the trainer. Tokens are random, because
+    log-probs of unlikely text react to any change of weights.
     """
 
     token_ids: tuple[int, ...]
@@ -387,9 +387,9 @@ async def update_engine(
     proving: AbstractContextManager[object] | None = None,
     on_resumed: Callable[[], None] = lambda: None,
 ) -> UpdateReport:
-    """Update one engine, resume it, and check the `canary` if given.
+    """Update one engine, resume it, call `on_resumed`, and check the `canary` if given.
 
-    `on_resumed` is called before the check. Raise EngineGone, UpdateFailed or WeightsDiffer.
+    Raise EngineGone, UpdateFailed or WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()
@@ -428,10 +428,10 @@ async def update_engine(
 async def check_canary(
     engine: EngineClient, canary: Canary, version: int, known: Sequence[float]
 ) -> float:
-    """Return the mean |difference| of the engine's canary log-probs from `known` (the trainer's).
+    """Return the mean |difference| of the engine's canary log-probs from `known`, the trainer's.
 
-    If it exceeds the canary's bound, pause the engine and raise WeightsDiffer. If the engine does
-    not answer, raise UpdateFailed or EngineGone.
+    Above the canary's bound, pause the engine and raise WeightsDiffer. Without an answer, raise
+    UpdateFailed or EngineGone.
     """
     try:
         found = await engine.prompt_logprobs(
@@ -475,5 +475,5 @@ def compare(
             more = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
             raise WeightsDiffer(
                 f"{engine}: tensor {name!r}{how} {verb} published version {version}{more}; "
-                "the run stops before it samples another token"
+                "the run stops"
             )

@@ -3,11 +3,10 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- An older policy version than that of the sampled tokens may have computed the prompt's KV cache,
-  but no version before that in `cache_salt`.
+- The prompt's KV cache may be of an older policy version than the sampled tokens, but not older
+  than `cache_salt`.
 - No router is used, because it would drop request ids and credentials.
-- A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`
-  tokens of the prompt.
+- A decode engine computes a prompt itself if at most `max_local_prefill_tokens` are not cached.
 - A decode engine also reads the KV blocks of a cancelled prefill, because reading frees them.
 """
 
@@ -26,7 +25,7 @@ from orrery.orchestrator.engines.messages import EngineGone, Generation, Generat
 from orrery.orchestrator.engines.requests import Address, Chosen, EngineChoice, TokenIds
 from orrery.runtime.timing import scaled
 
-# Suffixes of salts, under which `_decode_of` records blocks in a cache and blocks computed there.
+# Salt suffixes in `_decode_of`, for blocks that an engine holds and blocks that it computed.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0
@@ -64,7 +63,7 @@ class DisaggregatedEngines:
     ):
         """Keep references to `engines` and `admitted`, because the pool changes them.
 
-        - `engines`: the prefill engines, in the order of `handovers`, then the decode engines.
+        - `engines`: prefill engines, in the order of `handovers`, then decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap`, but {} with NIXL.
         """
         self.engines, self.handovers = engines, list(handovers)
@@ -94,10 +93,9 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate` on two engines, or on one.
+        """Run `EngineClient.generate` on two engines, or on one that caches most of the prompt.
 
-        A decode engine with most of the prompt in its cache does both phases. The result's
-        `cached_tokens` is that of the engine that computes the prompt. `session` is ignored.
+        `cached_tokens` is of the engine that computes the prompt. `session` is ignored.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -115,7 +113,7 @@ class DisaggregatedEngines:
                 with self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill:
                     peers = self.peer(prefill.address), consumer
                     found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
-        # The KV cache does not contain the last sampled token.
+        # The last sampled token is not cached.
         tokens = np.append(prompt, found.token_ids[:-1])
         for record in (salt, salt + ARRIVED):
             self._decode_of.holds(tokens, record, decode.address)
@@ -126,8 +124,8 @@ class DisaggregatedEngines:
     ) -> bool:
         """Return whether the decode engine computes the prompt's uncached tokens.
 
-        Return False if the request needs routed experts of cached tokens that a prefill engine
-        computed, because the decode engine does not know these experts.
+        Return False if the request needs routed experts of cached tokens from a prefill engine,
+        because the decode engine does not know these experts.
         """
         if not self._max_local_tokens:
             return False
@@ -208,7 +206,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Until then, decode engines reserve the blocks into which the process might still write.
+        Until then, they reserve the blocks into which the process might write.
         """
         if index not in self.producers:
             return
@@ -279,10 +277,7 @@ class DisaggregatedEngines:
     async def _once_computed(
         self, key: Any, generate: Callable[..., Awaitable[Generation]], *args: Any, **options: Any
     ) -> Generation:
-        """Call `generate` once a running call with an equal `key` (rank, salt, prompt) has ended.
-
-        The later call then finds the prompt in the prefix cache.
-        """
+        """Call `generate` after any running call with this `key`, to hit the prefix cache."""
         if (first := self._prompts.get(key)) is not None:
             await asyncio.wait({first})
             return await generate(*args, **options)

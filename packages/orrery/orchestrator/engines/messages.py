@@ -82,7 +82,7 @@ class Generation:
 class TensorAttestation:
     """A tensor's fingerprint.
 
-    `how`: "resident" if computed from the loaded model, "as_consumed" if computed when it arrived.
+    `how`: "resident" (of the loaded tensor) or "as_consumed" (of the tensor on arrival).
     """
 
     fingerprint: int  # 64 bits
@@ -108,7 +108,7 @@ class EngineMetrics:
     external_hit_tokens_total: int = 0  # prefix tokens found outside GPU memory
 
 
-# The parts of a response of /inference/v1/generate.
+# A response of /inference/v1/generate
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -212,7 +212,7 @@ def parse_generation(
 def parse_prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> np.ndarray:
     """Return the log-prob of each token after the first, f32 [n − 1].
 
-    Raise ValueError, KeyError or msgspec.MsgspecError if a log-prob is missing.
+    Raise ValueError, KeyError or msgspec.MsgspecError if one is missing.
     """
     rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
     pairs = zip(rows[1:], token_ids[1:], strict=True)
@@ -267,7 +267,7 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# Errors if this host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
+# This host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
@@ -282,7 +282,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return a session. Control calls use new connections, because an old one may close."""
+        """Return a session. Control calls use new connections, because old ones may close."""
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -308,7 +308,7 @@ class HttpServer:
         """Send one request. Return the answer's status, its body, and the engine's index.
 
         - `what`: the request's name in errors.
-        - `on_timeout`: type of the error to raise after `timeout_s`.
+        - `on_timeout`: type of the error after `timeout_s`.
         - `on_line`: called with each line and the engine's index if the status is 200. The returned
           body is then empty.
 
@@ -357,7 +357,7 @@ class HttpServer:
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            # Pause randomly, so that thousands of calls do not retry at once.
+            # Random pauses spread the retries of thousands of calls.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit of the other engines' transfers once one engine's transfer is interrupted.
+# Time limit of other transfers after one is interrupted
 ALONG_S = ROUND_S + 30.0
 
 
@@ -65,7 +65,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """The state of one engine. `incarnation` counts restarts, and is −1 until a process listens."""
+    """One engine's state. `incarnation` counts restarts, and is −1 until a process listens."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
@@ -172,9 +172,8 @@ class EnginePool:
         """Raise OrreryError without engines, or for several without a router and `handovers`.
 
         - `restarting`: this process's context if the launcher restarts engines.
-        - `handovers`: as in `DisaggregatedEngines`. Empty without disaggregated prefill.
-        - `canary`: prompt that tests the weights of an updated engine.
-        - `leases`: client that asks the trainer to keep a version during direct transfers.
+        - `handovers`: as in `DisaggregatedEngines`, but empty without disaggregated prefill.
+        - `leases`: asks the trainer to keep a version during direct transfers.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -255,10 +254,10 @@ class EnginePool:
     async def generate(
         self, token_ids: Sequence[int] | np.ndarray, *, share: str | None = None, **options: Any
     ) -> Generation:
-        """Run `EngineClient.generate` on one engine. Raise EngineGone if the engine was lost.
+        """Run `EngineClient.generate` on one engine. Raise EngineGone if it was lost.
 
-        Calls with equal `share` may become one engine request. Only their `request_id` and
-        `session` may differ.
+        Calls with equal `share` may become one engine request. They may differ only in `request_id`
+        and `session`.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
@@ -291,7 +290,7 @@ class EnginePool:
         return self.disaggregated or self.router or self.engines[0]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests on every engine, because the router does not forward aborts."""
+        """Abort requests on every engine, because routers do not forward aborts."""
         among = None
         if self.disaggregated is not None:
             self.disaggregated.abort(request_ids)
@@ -311,10 +310,10 @@ class EnginePool:
     async def update(
         self, published: "Published", on_resumed: Callable[[], None] = lambda: None
     ) -> UpdateReport | None:
-        """Update every engine while requests are in flight. Return the slowest engine's report.
+        """Update every engine. Return the slowest engine's report.
 
-        Return None if the trainer no longer keeps this version. `on_resumed` is called when all
-        engines have resumed, before they answer the canary.
+        Return None if the trainer no longer keeps this version. Call `on_resumed` when all engines
+        have resumed, before they answer the canary.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -341,7 +340,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise a failure that a restart cannot repair, or any failure if engines never restart."""
+        """Raise a failure that no restart repairs, or any failure if engines never restart."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
@@ -356,11 +355,11 @@ class EnginePool:
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        A lost engine interrupts direct transfers to other engines. Retry these transfers while the
-        trainer keeps the version (lease).
+        A lost engine interrupts direct transfers to other engines. Retry while the trainer keeps
+        the version (lease).
         """
         failures: dict[int, BaseException] = {}
-        if not indices:  # all engines are lost. The first that returns takes the version.
+        if not indices:  # all engines are lost. The first to return takes the version.
             return failures
         waiting, num_blameless, begin_s = list(indices), 0, None
         try:
@@ -412,7 +411,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # Check health, because the error may not say that a worker has died.
+                # The error may not say that a worker has died.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:

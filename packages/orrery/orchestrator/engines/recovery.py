@@ -1,7 +1,7 @@
 """Recover lost engines that the launcher restarts.
 
-A lost engine is fenced: it gets no requests, and the launcher kills it. Its next process
-(incarnation) gets requests when it holds the wanted version.
+The launcher kills a fenced engine. Its next process (incarnation) serves once it holds the wanted
+version.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        # If `_tend` fails, wake waiting calls, so that they raise its error.
+        # Waiting calls then raise the error of `_tend`.
         self._task.add_done_callback(lambda _: self.pool.wake())
 
     async def close(self) -> None:
@@ -54,7 +54,7 @@ class EngineRecovery:
             self._task.result()
 
     async def look_for_losses(self) -> None:
-        """Fence every engine that no longer answers, even if the caller is cancelled."""
+        """Fence every engine that does not answer, even if the caller is cancelled."""
         look = asyncio.create_task(self._look(time.monotonic()), name="look for losses")
         self._looks.add(look)
         look.add_done_callback(self._looks.discard)
@@ -89,7 +89,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        # After the fence, because a slow router must not delay the engine's restart.
+        # A slow router must not delay the engine's restart.
         await self.dismiss(url)
 
     async def dismiss(self, url: str) -> None:
@@ -126,7 +126,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Start each lost engine's RETURN_S clock. Stop it while the engine waits for a version."""
+        """Start lost engines' RETURN_S clocks. Stop them while engines wait for a version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale

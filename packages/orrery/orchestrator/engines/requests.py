@@ -1,11 +1,10 @@
 """Decide which calls share an engine request, and which data-parallel rank gets a request.
 
-- `SharedRequests` saves CPU time: calls with equal `share` become one request for several samples.
-  They must have equal prompts and sampling options, and begin in one pass of the event loop. The
-  request is aborted once no call waits for it.
-- `EngineChoice` chooses the rank with the lowest cost: the prompt tokens that the rank must
-  compute, for this request and the rank's requests in flight. Cache contents are estimated from
-  the requests sent to each rank.
+- `SharedRequests` saves CPU time: calls with equal `share` that begin in one pass of the event loop
+  become one request. Their prompts and sampling options must be equal. The request is aborted once
+  no call waits for it.
+- `EngineChoice` chooses the rank that must compute the fewest prompt tokens, for this request and
+  its requests in flight. It estimates cache contents from the requests sent to each rank.
 """
 
 import asyncio
@@ -124,7 +123,7 @@ class EngineChoice:
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
-        """Choose a rank. In the `with` body, the rank's load includes the request."""
+        """Choose a rank. In the `with` body, its load includes the request."""
         blocks = _blocks(token_ids, salt)
         cached = self._cached_tokens(blocks)
         lacking = [len(token_ids) - tokens for tokens in cached]
@@ -168,7 +167,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return one hash per whole block, over the salt and all tokens up to the block's end."""
+    """Return a hash per whole block, over the salt and all tokens up to the block's end."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

@@ -81,7 +81,7 @@ class Verifier:
     ) -> Recomputed:
         """Return recomputed log-probs, or an empty result without a snapshot of `version`.
 
-        Wait at most PUBLISH_S for the snapshot. Raise RunFailed if the child process has ended.
+        Wait at most PUBLISH_S for it. Raise RunFailed if the child process has ended.
         """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):
@@ -194,7 +194,7 @@ class GuestDoor:
 
 
 def _name_of(request: web.Request) -> str:
-    """Return the name in the caller's certificate, verified by TLS."""
+    """Return the name in the caller's TLS certificate."""
     assert request.transport is not None
     certificate = request.transport.get_extra_info("peercert")
     names = {key: value for part in certificate["subject"] for key, value in part}
@@ -253,7 +253,7 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # until all sites know of the run's end
+            await asyncio.sleep(2 * POLL_S)  # until sites know of the run's end
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:

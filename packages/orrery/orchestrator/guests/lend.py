@@ -1,7 +1,7 @@
 """Lend this site's engine to a run at another site: `python -m orrery.orchestrator.guests.lend`.
 
 - The engine loads a new policy version only between samples, so each sample has one version.
-- Weights come in blocks from the run's site and other lending sites. Hashes verify the blocks.
+- Weights come in hash-verified blocks from the run's site and other lending sites.
 """
 
 import asyncio
@@ -149,8 +149,8 @@ class Lender:
                 why = str(error) or type(error).__name__
             if loop.time() > end_s:
                 raise RunFailed(
-                    f"{self._place.join}: the run's door does not answer ({why}); check that the "
-                    "run goes on there, and type the command again"
+                    f"{self._place.join}: the run's door does not answer ({why}); check the "
+                    "run there, and type the command again"
                 )
             await asyncio.sleep(RETRY_S)
 
@@ -209,7 +209,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # the run's own engines then sample the jobs of the ended lease
+                continue  # the run's engines draw the ended lease's samples
 
     def _cancel(self, ids: Sequence[str]) -> None:
         for each in ids:
@@ -276,7 +276,7 @@ class Lender:
             await update_engine(self._engine, published, Canary.of(self._ctx.manifest))
         finally:
             self._is_draining = False
-        if attempt == self._attempt:  # a restarted run reuses version numbers for other weights
+        if attempt == self._attempt:  # a restarted run reuses version numbers
             self._version, self._digest = header.round, header.digest
         self._wake()
         remove_old(self._folder, 2)

@@ -1,7 +1,7 @@
 """Messages between a run and a site (cluster) that lends it an engine, in msgpack over HTTPS.
 
 The site sends all requests: `Entry` begins its lease (membership), `Ask` gets jobs, `Answers`
-returns samples. The lease ends if the site sends no request for `lease_s`.
+returns samples. The lease ends without a request for `lease_s`.
 """
 
 import msgspec
@@ -12,7 +12,7 @@ from orrery.manifest.errors import OrreryError
 
 MAX_ANSWERS = 32
 MAX_REASON = 300
-POLL_S = 1.0  # longest time until an `Ask` is answered
+POLL_S = 1.0  # longest wait of an `Ask`
 LEAST_LOGPROB = -50.0  # minimum accepted, a probability of 2e-22
 
 
@@ -21,7 +21,7 @@ class GuestRefused(OrreryError):
 
 
 class LeaseOver(Exception):
-    """The site's lease has ended."""
+    pass
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Draw samples on engines of other sites (clusters), and check a random share of the answers.
 
-- Log-prob differences of the run's own samples set the bounds for other sites. Sites get no jobs
-  until the bounds are known.
+- Log-prob differences of the run's own samples set bounds for other sites, which get no jobs
+  before.
 - No answer is used before the check.
 - If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
 - After a false answer, the site's queued rollouts are dropped. The site is refused until its line
@@ -50,9 +50,9 @@ from orrery.orchestrator.guests.sites import (
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # minimum jobs to give a site, if enough wait
-TAKE_S = 2.0  # the run's own engines take a job that no site takes within this time
-MAX_OWN_CHECKS = 2  # concurrent checks of own samples once the bounds are known
+LEAST = 8  # minimum jobs per site, if enough wait
+TAKE_S = 2.0  # then the run's own engines take a waiting job
+MAX_OWN_CHECKS = 2  # concurrent, once the bounds are known
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -107,7 +107,7 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if the run's engines must draw it.
 
-        Consecutive calls with equal `share` have equal prompts. All go to other sites, or all to
+        Consecutive calls with equal `share` have equal prompts, and all go to other sites or all to
         the run's engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
@@ -136,7 +136,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Return a sample of the run's engines. Check some samples to update the bounds."""
+        """Return a sample of the run's engines. Some samples update the bounds."""
         self._num_home += 1
         try:
             found = await draw
@@ -178,7 +178,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # The next three methods handle requests of sites. `name` is from the site's TLS certificate.
+    # Requests of sites. `name` is from the site's TLS certificate.
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -222,7 +222,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # a late or repeated answer, or one to another site's job
+                continue  # late, repeated, or for another site's job
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))
@@ -249,7 +249,7 @@ class GuestPool:
         self._wake()
 
     def _prefers_guests(self) -> bool:
-        """Return whether other sites have room and are no busier than the run's engines."""
+        """Return whether other sites have room and are no busier than own engines."""
         open_sites = self._table.open_sites()
         if not self.spread.is_known or len(self._waiting) >= sum(s.room for s in open_sites):
             return False
@@ -351,7 +351,7 @@ class GuestPool:
     ) -> set[int]:
         """Check a random share of the answers. Refuse the site after a false answer.
 
-        Return the versions that cannot be checked, because their weights were removed.
+        Return the versions whose weights were removed before the check.
         """
         removed: set[int] = set()
         for version in {own.version for own, _ in window}:

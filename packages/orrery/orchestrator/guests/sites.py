@@ -2,8 +2,8 @@
 
 - `SiteTable` plans weight transfers. The other classes judge from recomputed log-probs whether a
   site sampled with the weights that it names.
-- A rollout's mean and largest |log-prob difference| have upper bounds: a multiple of the 90th
-  percentile over the run's own rollouts, but at least a configured minimum.
+- A rollout's mean and largest |log-prob difference| are bounded by a multiple of the 90th
+  percentile over the run's own rollouts, or by a configured minimum.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from orrery.wire.recompute import Recomputed
 MAX_CANCELLED = 4096
 FETCH_S = 10.0  # assumed time of a weight transfer
 OPEN_S = 2.5
-CHANCE = random.SystemRandom()  # so that sites cannot predict which answers are checked
-NUM_HONEST = 16  # rollouts of the run's own engines needed to compute bounds
+CHANCE = random.SystemRandom()  # so that sites cannot predict checks
+NUM_HONEST = 16  # own rollouts needed to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound of the largest difference, as a multiple of that of the mean
-NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
+PEAK = 10.0  # minimum bound of `peak`, as a multiple of that of `mean`
+NUM_ROLLOUTS = 64  # rollouts judged together
 MAX_DEVIATIONS = 6.0
 LARGEST = 10.0  # nats
 FALSE_ALARM = 1e-9  # probability to refuse an honest site's squares
@@ -70,7 +70,7 @@ class RolloutScore:
 
 
 class HonestSpread:
-    """Log-prob differences of the newest rollouts of the run's own engines."""
+    """Log-prob differences of the run's own newest rollouts."""
 
     def __init__(self, spec: GuestEngines) -> None:
         self._spec = spec
@@ -96,10 +96,9 @@ class SiteEvidence:
 
     - Tokens drawn from the policy have E[log p] = −entropy. So the sum of x = log p + entropy must
       be within MAX_DEVIATIONS standard deviations of 0.
-    - E[x²] is the variance of log p. With V the sum of variances, b = LARGEST² and
-      d = −ln FALSE_ALARM, the sum of min(x², b) must be at most V + √(2dbV) + ⅔db (Bernstein's
-      inequality). This refuses a site that adds unlikely tokens to likely ones until the sum of x
-      is 0.
+    - E[x²] is the variance of log p. With V the sum of variances, d = −ln FALSE_ALARM and b =
+      LARGEST², the sum of min(x², b) must be at most V + √(2dbV) + ⅔db (Bernstein's inequality).
+      This refuses a site that adds unlikely tokens to likely ones until the sum of x is 0.
     """
 
     def __init__(self) -> None:
@@ -117,7 +116,7 @@ class SiteEvidence:
                 )
         sums = [(s.surprise, s.variance, s.square, s.clipped) for s in self._scores]
         surprise, variance, square, clipped = np.array(sums).sum(0)
-        # A nearly certain policy has a tiny `variance`. `square` then allows a few unlikely tokens.
+        # A nearly certain policy has a tiny `variance`. `square` allows a few unlikely tokens.
         deviations = surprise / math.sqrt(max(variance, square, 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (
@@ -142,7 +141,7 @@ class GuestJob:
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
-        """Let the run's engines draw the sample, for a cause other than its length."""
+        """Let the run's engines draw the sample. Never call this because of its length (bias)."""
         if not self.result.done():
             self.result.set_result(None)
 
@@ -210,7 +209,7 @@ class SiteTable:
         return self.is_up(site) and engine.version is not None and engine.version >= oldest
 
     def open_sites(self) -> list[GuestSite]:
-        """Return sites with recent weights, room for jobs, and a request within OPEN_S."""
+        """Return sites with recent weights, room, and a request within OPEN_S."""
         since_s = time.monotonic() - OPEN_S
         sites = self.sites.values()
         return [
@@ -220,8 +219,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        A version's servers are the run's own site and each listening site that holds it. At most
-        as many sites as servers fetch at a time.
+        The run's site and listening sites with the version serve it. At most as many sites fetch at
+        a time.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
