@@ -22,8 +22,7 @@ from orrery.launcher import stage, status, supervisor
 from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
 from orrery.launcher.status import newest_checkpoint
-from orrery.launcher.view import Observer
-from orrery.observe.progress import Progress
+from orrery.observe.progress import Observer, Progress
 from orrery.runtime import preemption, run_directory
 from orrery.runtime.health import HANG_S, read_health
 from orrery.runtime.metrics import MetricsFile, MetricsTail, read
@@ -654,7 +653,7 @@ def test_looks_that_fail_cost_one_line_and_no_row(tmp_path, monkeypatch, capsys)
         return paths(tail)
 
     monkeypatch.setattr(MetricsTail, "_paths", paths_or_fail)
-    monkeypatch.setattr("orrery.launcher.view.READ_S", 0.01)
+    monkeypatch.setattr("orrery.observe.progress.READ_S", 0.01)
     progress = Progress("r", "rl", 1, ("rl",), (), None, 0.0)
     observer = Observer(tmp_path, progress)
     metrics.write(3, loss=0.5)

@@ -45,13 +45,12 @@ from orrery.launcher.stage import (
     scratch_prefixes,
 )
 from orrery.launcher.status import LOOKED_AT_S, hold_lock
-from orrery.launcher.view import Observer, View
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.plan import ENGINE_ROLES
 from orrery.manifest.publish import sync_folders, write_atomic
 from orrery.observe import hang_detector
 from orrery.observe.hang_detector import STILL_S, RankStallDetector
-from orrery.observe.progress import Progress
+from orrery.observe.progress import Observer, Progress, View
 from orrery.runtime import run_directory
 from orrery.runtime.health import DONE, FAILED, HANG_S, listed
 from orrery.runtime.metrics import PERIOD_S, MetricsFile, Sampler

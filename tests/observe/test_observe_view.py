@@ -4,11 +4,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import view
+from orrery.observe import progress as view
 from orrery.observe.progress import Progress, line
 from orrery.runtime.health import FAILED, Health, Wait
 
@@ -20,6 +21,7 @@ def drawn(monkeypatch, capsys):
     """Return a function that draws once at a given time, and returns the output."""
     progress = Progress("r", "rl", 1, ("rl",), (), None, 1000.0)
     clock = SimpleNamespace(monotonic=lambda: clock.now_s, time=lambda: NOW_S, now_s=0.0)
+    clock.strftime, clock.gmtime = time.strftime, time.gmtime
     monkeypatch.setattr(view, "time", clock)
     shown = view.View(progress)
 
@@ -90,7 +92,7 @@ def test_however_many_things_processes_do_the_line_is_short():
 
 DRAWS = """
 import sys, time
-from orrery.launcher import view
+from orrery.observe import progress as view
 from orrery.runtime.health import Health, Wait
 from orrery.observe.progress import Progress
 number = int(sys.argv[1])
