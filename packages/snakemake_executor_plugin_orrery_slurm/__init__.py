@@ -28,7 +28,7 @@ from orrery.launcher.process import last_line
 from orrery.launcher.runs import find
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job import batch_job
+from orrery.launcher.slurm.queue import batch_job
 from orrery.manifest import plan
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.identity import find_workspace

@@ -11,13 +11,8 @@ import pytest
 
 from orrery.launcher.pipeline import describe_stage
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm.job import (
-    batch_job,
-    components,
-    sbatch_options,
-    script_facts,
-    step_plans,
-)
+from orrery.launcher.slurm.allocation import step_plans
+from orrery.launcher.slurm.queue import batch_job, components, sbatch_options, script_facts
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, load
 from orrery.manifest.plan import plan, stage

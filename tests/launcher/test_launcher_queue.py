@@ -13,7 +13,7 @@ import pytest
 from orrery.launcher import preemption
 from orrery.launcher.preemption import stop_run
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job import SlurmTask, Step, failed_node, task_endings
+from orrery.launcher.slurm.allocation import SlurmTask, Step, failed_node, task_endings
 from orrery.launcher.status import Status, hold_lock
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import no_requeue_path

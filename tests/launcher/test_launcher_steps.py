@@ -11,9 +11,8 @@ import pytest
 from orrery.launcher.containers import CODE, snapshot
 from orrery.launcher.site import Containers, Site
 from orrery.launcher.slurm import allocation as of_allocation
-from orrery.launcher.slurm.allocation import allocation
-from orrery.launcher.slurm.job import components, step_plans
-from orrery.launcher.slurm.queue import clean_environment
+from orrery.launcher.slurm.allocation import allocation, step_plans
+from orrery.launcher.slurm.queue import clean_environment, components
 from orrery.manifest.identity import Workspace, load
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, on_devices, stage
 from orrery.manifest.schema import Hardware

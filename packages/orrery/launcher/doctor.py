@@ -41,8 +41,7 @@ from orrery.launcher.doctor_judge import (
 from orrery.launcher.process import installed_hardware
 from orrery.launcher.runs import all_runs, runs_root
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm.job import gres, where
-from orrery.launcher.slurm.queue import clean_environment
+from orrery.launcher.slurm.queue import clean_environment, gres, where
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from orrery.launcher.process import PROCESS, Process, reap
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job import SlurmTask, failed_node
+from orrery.launcher.slurm.allocation import SlurmTask, failed_node
 from orrery.launcher.stage import TERMINATED, Outcome, RunningStage, end_strays
 from orrery.manifest.errors import OrreryError, OutOfMemory
 from orrery.manifest.plan import ENGINE_ROLES

@@ -22,16 +22,14 @@ from orrery.launcher.containers import (
 from orrery.launcher.process import role_argv
 from orrery.launcher.runs import Run
 from orrery.launcher.site import EXAMPLE, FILE, Site, cluster, load_site
-from orrery.launcher.slurm.job import (
+from orrery.launcher.slurm.allocation import StepPlan, srun, step_plans
+from orrery.launcher.slurm.queue import (
     Component,
-    StepPlan,
     batch_job,
     components,
     devices_per_node,
     nodes,
     sbatch_options,
-    srun,
-    step_plans,
 )
 from orrery.manifest.budget.options import memory_misfits
 from orrery.manifest.check import nearest

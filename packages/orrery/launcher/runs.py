@@ -14,7 +14,7 @@ from pathlib import Path
 from orrery.launcher import status as statuses
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm.allocation import allocation
-from orrery.launcher.slurm.job import IN_JOB
+from orrery.launcher.slurm.queue import IN_JOB
 from orrery.launcher.stage import Job
 from orrery.launcher.status import hold_lock, lock_holder, newest_checkpoint
 from orrery.manifest.check import meant

@@ -23,8 +23,7 @@ from orrery.launcher.preemption import catch_signals
 from orrery.launcher.process import Process, environment, require
 from orrery.launcher.runs import Run, find, resume_command
 from orrery.launcher.site import Site, load_site
-from orrery.launcher.slurm.job import where
-from orrery.launcher.slurm.queue import clean_environment
+from orrery.launcher.slurm.queue import clean_environment, where
 from orrery.launcher.stage import Interrupts
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import Workspace

@@ -21,8 +21,7 @@ import psutil
 
 from orrery.launcher.process import PROCESS, Process
 from orrery.launcher.site import Site
-from orrery.launcher.slurm.allocation import Allocation
-from orrery.launcher.slurm.job import SlurmTask
+from orrery.launcher.slurm.allocation import Allocation, SlurmTask
 from orrery.launcher.status import RoleStatus, State, Status, newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace

@@ -29,7 +29,7 @@ from orrery.launcher.process import (
     share_devices,
 )
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job import script_facts
+from orrery.launcher.slurm.queue import script_facts
 from orrery.launcher.stage import (
     Interrupts,
     Job,

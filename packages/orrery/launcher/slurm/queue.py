@@ -1,20 +1,28 @@
-"""Read Slurm's queue: a user's jobs and their states.
+"""Submit a stage as a Slurm job, and read, requeue or cancel a user's jobs.
 
-Job names contain a hash of the run folder's path, to differ between checkouts.
+- Each node group is a component. Several components form a heterogeneous job.
+- Job names contain a hash of the run folder's path, to differ between checkouts.
 """
 
+import math
 import os
 import re
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from orrery.launcher.site import Site, Slurm
 from orrery.manifest.errors import OrreryError
-from orrery.runtime.run_directory import place
+from orrery.manifest.plan import NodeGroup, StagePlan
+from orrery.manifest.publish import sha256
+from orrery.manifest.schema import Hardware
+from orrery.runtime.run_directory import log_path, place
 
 T = TypeVar("T")
 JobState = Literal["waiting", "running", "ending", "done", "lost", "failed"]
@@ -244,3 +252,137 @@ def seconds(left: str) -> float | None:
         return None
     days, hours, minutes, rest = (int(part or 0) for part in found.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+# Submission
+
+IN_JOB = "ORRERY_SLURM"  # environment variable that only Orrery's jobs set
+MEMORY_MB = 6000  # minimum memory per node
+LAUNCHER_CPUS = 2  # minimum cores per node
+
+
+@dataclass(frozen=True)
+class Component:
+    group: NodeGroup
+    gpus: int
+    cpus: int
+    memory_mb: int
+
+
+def components(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> list[Component]:
+    return [_component(hardware, plan, group, slurm) for group in plan.groups]
+
+
+def _component(hardware: Hardware, plan: StagePlan, group: NodeGroup, slurm: Slurm) -> Component:
+    devices = devices_per_node(plan, group)
+    if hardware.accelerator == "cpu":
+        gpus, cpus = 0, max(hardware.devices_per_node, devices)
+    else:
+        gpus, cpus = devices, math.ceil(slurm.cpus_per_node * devices / hardware.devices_per_node)
+    cpus = min(slurm.cpus_per_node, max(cpus, LAUNCHER_CPUS))
+    share_mb = slurm.memory_per_node_mb * cpus // slurm.cpus_per_node
+    return Component(group, gpus, cpus, min(slurm.memory_per_node_mb, max(MEMORY_MB, share_mb)))
+
+
+def devices_per_node(plan: StagePlan, group: NodeGroup) -> int:
+    processes = (plan.by_node.get(node, ()) for node in nodes(group))
+    return max(one.first_device + one.num_devices for each in processes for one in each)
+
+
+def nodes(group: NodeGroup) -> range:
+    return range(group.first_node, group.first_node + group.num_nodes)
+
+
+def gres(slurm: Slurm, count: int) -> str:
+    return f"gpu:{slurm.gpu_type}:{count}" if slurm.gpu_type else f"gpu:{count}"
+
+
+def where(slurm: Slurm, partition: str = "") -> list[str]:
+    account = [f"--account={slurm.account}"] if slurm.account else []
+    return [f"--partition={partition or slurm.partition}", *account]
+
+
+def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
+    parts = []
+    for number, one in enumerate(components(hardware, plan, slurm)):
+        options = [
+            *where(slurm, "" if one.gpus else slurm.cpu_partition),
+            f"--time={slurm.time_limit_min}",
+            f"--nodes={one.group.num_nodes}",
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={one.cpus}",
+            f"--mem={one.memory_mb}M",
+            *([f"--gres={gres(slurm, one.gpus)}"] if one.gpus else []),
+            *(["--requeue", f"--signal=B:USR1@{slurm.warning_s}"] if number == 0 else []),
+            *slurm.extra,
+        ]
+        parts.append(shlex.join(options))
+    return " : ".join(parts)
+
+
+def batch_job(
+    run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
+) -> tuple[list[str], str | None]:
+    """Return (sbatch command, stdin). `stdin`: the script from the site's template, or None."""
+    path = shlex.quote(str(Path(sys.executable).parent))
+    modules = site.containers.modules if site.containers else ()
+    load = f"module load {shlex.join(modules)} && " if modules else ""
+    inner = f'{load}export PATH={path}:"$PATH" {IN_JOB}=1 && exec {shell_command}'
+    lines = () if site.slurm is None else site.slurm.pre_run
+    if lines:
+        inner = "\n".join(["set -e", *lines, inner])
+    shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
+    # Ignore SIGUSR1, which is for the launcher and would kill the shell.
+    command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
+    folder = Path(str(run_dir.resolve()).replace("%", "%%"))  # Slurm expands % in --output
+    argv = [
+        *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
+        *(f"--output={log_path(folder, 'slurm.%j')}", "--open-mode=append"),
+        f"--chdir={root}",
+    ]
+    if site.slurm is None or not site.slurm.template:
+        return [*argv, *shlex.split(options), f"--wrap={command}"], None
+    fields = {"run": run_dir.name, "stage": stage, "command": command, "slurm": site.slurm}
+    return argv, _from_template(root / site.slurm.template, options, fields)
+
+
+def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
+    """Render the job script from the Jinja2 template at `path`.
+
+    Raise OrreryError if rendering fails, or the script lacks `#!` or the field `command`.
+    """
+    import jinja2
+
+    parts = [shlex.split(part) for part in options.split(" : ")]
+    lines = ["\n".join(f"#SBATCH {option}" for option in part) for part in parts]
+    pairs = [[option.lstrip("-").partition("=") for option in part] for part in parts]
+    components = [{key.replace("-", "_"): value for key, _, value in part} for part in pairs]
+    name = f"slurm.template: {path.name}"
+    try:
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True)
+        text = environment.from_string(path.read_text(encoding="utf-8")).render(
+            **fields, sbatch="\n#SBATCH hetjob\n".join(lines), components=components
+        )
+    except OSError as error:
+        raise OrreryError(f"{name}: cannot be read ({error.strerror}); correct the path") from None
+    except Exception as error:  # a template's expressions may raise anything
+        raise OrreryError(
+            f"{name}: {error}; the fields are {', '.join([*fields, 'sbatch', 'components'])}"
+        ) from None
+    if not text.startswith("#!") or str(fields["command"]) not in text:
+        raise OrreryError(
+            f"{name}: begins without '#!' or lacks {{{{ command }}}}, so the job would not start "
+            "the stage; write #!/bin/bash first and {{ command }} last"
+        )
+    return text.rstrip("\n") + "\n"
+
+
+def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if slurm is not None and slurm.pre_run:
+        found["pre_run"] = list(slurm.pre_run)
+    if slurm is not None and slurm.template:
+        path = root / slurm.template
+        digest = sha256(path) if path.is_file() else None
+        found["template"] = {"file": path.name, "sha256": digest}
+    return found
