@@ -127,7 +127,7 @@ def lend(
 
     The run must set `orchestrator.guests`.
     """
-    from orrery.launcher.lend import lend
+    from orrery.launcher.serve import lend
     from orrery.manifest.identity import find_workspace
 
     raise typer.Exit(lend(word, address, listen, name, certificates, find_workspace()))

@@ -1,6 +1,7 @@
-"""Serve a run's weights or a Hugging Face folder with vLLM, and export checkpoints.
+"""Serve weights with vLLM, lend an engine to a run at another site, and export checkpoints.
 
-With Slurm, an export runs as a job, because login nodes lack torch and memory.
+- `orrery.orchestrator.guests.lend` connects a lent engine to the run.
+- With Slurm, an export runs as a job, because login nodes lack torch and memory.
 """
 
 import json
@@ -14,29 +15,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from orrery.launcher import containers
 from orrery.launcher.preemption import catch_signals
 from orrery.launcher.process import Process, environment, require
-from orrery.launcher.runs import Run, find, resume_command
+from orrery.launcher.runs import Run, check_address, find, resume_command
 from orrery.launcher.site import Site, load_site
 from orrery.launcher.slurm.queue import clean_environment, where
-from orrery.launcher.stage import Interrupts
+from orrery.launcher.stage import Interrupts, end_strays
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.manifest.identity import Workspace
+from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import read_object
-from orrery.manifest.plan import ProcessPlan
+from orrery.manifest.plan import ProcessPlan, check_supported
 from orrery.runtime import network
 from orrery.runtime.health import read_health
 from orrery.runtime.run_directory import (
     MANIFEST,
+    SITE_FILE,
     WEIGHTS,
+    begin,
     endpoints_dir,
     evaluated_path,
     logs_dir,
+    memory_prefix,
+    remove_memory,
     weights_path,
     whole_checkpoints,
 )
@@ -66,7 +71,7 @@ def serve(word: str, port: int, workspace: Workspace) -> int:
                     print(_how_to_ask(url, folder, shown), flush=True)
                     _await_end(process, run_dir, folder, interrupts)
             finally:
-                _end(process, interrupts)
+                _end([process], interrupts)
         has_failed = False
         print("stopped", file=sys.stderr)
         return 0 if url is not None else 128 + interrupts.received[0]
@@ -156,10 +161,7 @@ def _start(run_dir: Path, folder: Path, port: int, token: str, workspace: Worksp
     endpoints_dir(run_dir, STAGE).mkdir(parents=True)
     weights_path(run_dir, STAGE).parent.mkdir()
     weights_path(run_dir, STAGE).symlink_to(folder)
-    cores = frozenset(os.sched_getaffinity(0))
-    env = environment(os.environ, load_site(workspace), secrets.token_hex(8), cores, None)
-    env.pop(CUDA)
-    env |= {CUDA: os.environ[CUDA]} if CUDA in os.environ else {}
+    env = _environment(workspace, secrets.token_hex(8))
     plan = ProcessPlan("inference", 0, MODULE, 0, "with_stage")
     process = Process(plan, run_dir, STAGE, 1, port, None, env, token)
     print(f"starting vLLM for {folder}; its log is {process.log}", file=sys.stderr, flush=True)
@@ -191,13 +193,24 @@ def _check(process: Process, run_dir: Path, folder: Path) -> None:
     raise RunFailed(f"{folder}: {error}. Its log is {process.log}")
 
 
-def _end(process: Process, interrupts: Interrupts) -> None:
-    process.signal(signal.SIGTERM)
+def _end(processes: list[Process], interrupts: Interrupts) -> None:
+    for process in processes:
+        process.signal(signal.SIGTERM)
     limit_s = time.monotonic() + STOP_S
-    while process.poll() is None and time.monotonic() < limit_s and len(interrupts.received) < 2:
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > limit_s or len(interrupts.received) > 1:
+            break
         time.sleep(POLL_S)
-    process.kill()
-    process.wait(STOP_S)
+    for process in processes:
+        process.kill()
+        process.wait(STOP_S)
+
+
+def _environment(workspace: Workspace, start: str) -> dict[str, str]:
+    cores = frozenset(os.sched_getaffinity(0))
+    env = environment(os.environ, load_site(workspace), start, cores, None)
+    env.pop(CUDA)
+    return env | ({CUDA: os.environ[CUDA]} if CUDA in os.environ else {})
 
 
 def _how_to_ask(url: str, folder: Path, token: str) -> str:
@@ -238,6 +251,100 @@ def _has_chat_template(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     return config.is_file() and bool(read_object(config, "copy it again").get("chat_template"))
 
+
+# Lending
+
+LENT_STAGE = "rl"
+ENGINE = ProcessPlan("inference", 0, "orrery.inference", 0, "with_stage")
+AGENT = ProcessPlan("orchestrator", 0, "orrery.orchestrator.guests.lend", 0, "itself")
+
+
+def lend(
+    word: str, address: str, listen: str, name: str, certificates: Path, workspace: Workspace
+) -> int:
+    """Lend an engine until the run ends or a signal arrives. Return the exit code.
+
+    Raise OrreryError if the manifest does not set `orchestrator.guests`.
+    """
+    run = find(word, workspace)
+    if run.manifest.orchestrator.guests is None:
+        raise OrreryError(
+            f"orchestrator.guests: null in {run.manifest.name}, so it takes no engines of other "
+            "sites; choose a run with the axis jsonnet/elastic/guests.libsonnet"
+        )
+    check_supported(run.manifest)
+    check_address("ADDRESS:PORT", address)
+    if listen:
+        check_address("--listen", listen)
+    place = {"listen": listen, "join": address, "name": name, "shard": None}
+    place |= {"certificates": str(certificates.resolve())}
+    weights = _first_weights(run)
+    run_dir = Path(tempfile.mkdtemp(prefix="orrery-lend-"))
+    has_failed, processes = True, list[Process]()
+    start = secrets.token_hex(8)
+    try:
+        with catch_signals() as interrupts:
+            try:
+                _prepare_lending(run_dir, run, weights, place)
+                _start_lending(processes, run_dir, start, workspace)
+                _await_run_end(processes, run_dir, interrupts)
+            finally:
+                _end(processes, interrupts)
+                end_strays(processes, start)
+        has_failed = False
+        return 128 + interrupts.received[0] if interrupts.received else 0
+    finally:
+        remove_memory(memory_prefix(run_dir))
+        if not has_failed:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _first_weights(run: Run) -> Path:
+    for stage in (run.manifest.stage_before_rl, "init"):
+        if ((path := weights_path(run.path, stage)) / CONFIG).is_file():
+            return path
+    raise OrreryError(
+        f"{run.path.name}: no weights to start an engine with; type `orrery run "
+        f"{run.manifest.name} init`"
+    )
+
+
+def _prepare_lending(run_dir: Path, run: Run, weights: Path, place: Mapping[str, object]) -> None:
+    begin(run_dir)
+    (run_dir / MANIFEST).write_text(pretty_json(run.manifest))
+    (run_dir / SITE_FILE).write_text(json.dumps(place))
+    logs_dir(run_dir).mkdir()
+    endpoints_dir(run_dir, LENT_STAGE).mkdir(parents=True)
+    link = weights_path(run_dir, run.manifest.stage_before_rl)
+    link.parent.mkdir()
+    link.symlink_to(weights.resolve())
+
+
+def _start_lending(
+    processes: list[Process], run_dir: Path, start: str, workspace: Workspace
+) -> None:
+    token, env = secrets.token_hex(16), _environment(workspace, start)
+    for plan, port in zip((ENGINE, AGENT), network.free_ports(2), strict=True):
+        processes.append(Process(plan, run_dir, LENT_STAGE, 1, port, None, env, token))
+    logs = ", ".join(str(process.log) for process in processes)
+    print(f"starting an engine to lend; logs: {logs}", file=sys.stderr, flush=True)
+
+
+def _await_run_end(processes: list[Process], run_dir: Path, interrupts: Interrupts) -> None:
+    engine, agent = processes
+    while not interrupts.received:
+        if agent.poll() == 0:
+            print("the run is over", file=sys.stderr)
+            return
+        for process in (agent, engine):
+            if process.poll() is not None:
+                health = read_health(run_dir, LENT_STAGE).get(process.name)
+                error = (health.error if health else None) or f"it ended: {process.last_output()}"
+                raise RunFailed(f"{error}. Its log is {process.log}")
+        time.sleep(POLL_S)
+
+
+# Export
 
 # $1 is the host folder of the container's /tmp, removed afterwards
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
