@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import preemption
-from orrery.launcher.preemption import stop_run
+from orrery.launcher import stage
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.allocation import SlurmTask, Step, failed_node, task_endings
+from orrery.launcher.stage import stop_run
 from orrery.launcher.status import Status, hold_lock
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import no_requeue_path
@@ -259,7 +259,7 @@ def test_a_job_that_never_completes_ends_the_wait_with_one_sentence(
 def test_a_stop_says_that_slurm_still_cleans_up(completing, tmp_path, monkeypatch):
     _, _, states, _ = completing
     states += ["RUNNING", "COMPLETING"]
-    monkeypatch.setattr(preemption, "STOP_S", 0.0)
+    monkeypatch.setattr(stage, "STOP_S", 0.0)
     assert stop_run(tmp_path, on_cluster=True).endswith(
         "cancelled job 12 (rl, running); Slurm still cleans up after 12 (completing)"
     )
@@ -275,7 +275,7 @@ def test_a_checkpoint_is_asked_of_a_launcher_that_has_started_alone(
     dead = Status("rl", 1, "running", "", 1, socket.gethostname(), slurm_job, 0.0)
     stay = no_requeue_path(tmp_path, "rl")
     stay.parent.mkdir(parents=True)
-    with preemption.catch_signals() as interrupts, hold_lock(tmp_path):
+    with stage.catch_signals() as interrupts, hold_lock(tmp_path):
         for status in (dead, replace(dead, state="stopped")):
             status.write(tmp_path)
             with pytest.raises(OrreryError, match=r"its launcher is starting. Type the command"):

@@ -17,7 +17,6 @@ import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import preemption as launcher_preemption
 from orrery.launcher import stage, status, supervisor
 from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
@@ -703,7 +702,7 @@ def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
 def test_savers_get_no_time_that_slurm_needs_to_queue_the_job_again(run_dir, monkeypatch):
     """The job ends in 100 s: 50 for the checkpoint, 25 for the savers, 25 to queue it again."""
     now_s = time.monotonic()
-    monkeypatch.setattr(launcher_preemption, "_job_ends_at_s", lambda job: now_s + 100.0)
+    monkeypatch.setattr(stage, "_job_ends_at_s", lambda job: now_s + 100.0)
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     allocation = SimpleNamespace(slurm=SimpleNamespace(warning_s=100))
     job = SimpleNamespace(
@@ -713,7 +712,7 @@ def test_savers_get_no_time_that_slurm_needs_to_queue_the_job_again(run_dir, mon
     one.job, one.stage = job, object.__new__(stage.RunningStage)
     one.stage.job, one.stage.run_dir, one.stage.name, one.stage.attempt = job, run_dir, "rl", 1
     one.stage.interrupts = stage.Interrupts()
-    one.preemption = launcher_preemption.Preemption(one.stage)
+    one.preemption = stage.Preemption(one.stage)
     (run_dir / "logs").mkdir(exist_ok=True)
     request_path(run_dir, "rl").parent.mkdir(parents=True, exist_ok=True)
     one.preemption._begin()

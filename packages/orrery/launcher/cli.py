@@ -292,9 +292,9 @@ def stop(
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help=CHECKPOINT_HELP)] = False,
 ) -> None:
     """Stop a run, or cancel its Slurm jobs. The run can be resumed."""
-    from orrery.launcher.preemption import stop_run
     from orrery.launcher.runs import find
     from orrery.launcher.site import load_site
+    from orrery.launcher.stage import stop_run
     from orrery.manifest.identity import find_workspace
 
     workspace = find_workspace()

@@ -20,12 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from orrery.launcher import containers
-from orrery.launcher.preemption import catch_signals
 from orrery.launcher.process import Process, environment, require
 from orrery.launcher.runs import Run, check_address, find, resume_command
 from orrery.launcher.site import Site, load_site
 from orrery.launcher.slurm.queue import clean_environment, where
-from orrery.launcher.stage import Interrupts, end_strays
+from orrery.launcher.stage import Interrupts, catch_signals, end_strays
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import read_object

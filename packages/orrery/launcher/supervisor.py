@@ -17,10 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from orrery.launcher import failure, preemption, receipt
+from orrery.launcher import failure, receipt
 from orrery.launcher import status as statuses
 from orrery.launcher.failure import EngineRestarts
-from orrery.launcher.preemption import Preemption, catch_signals
 from orrery.launcher.process import (
     Process,
     check_packages,
@@ -34,7 +33,9 @@ from orrery.launcher.stage import (
     Interrupts,
     Job,
     Outcome,
+    Preemption,
     RunningStage,
+    catch_signals,
     check_target,
     end_all,
     end_leftovers,
@@ -42,6 +43,7 @@ from orrery.launcher.stage import (
     finish_saves,
     remove_scratch,
     remove_weights,
+    requeue,
     scratch_prefixes,
 )
 from orrery.launcher.status import LOOKED_AT_S, hold_lock
@@ -182,7 +184,7 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # first, because Slurm may end this process during cleanup
+            requeue(stage)  # first, because Slurm may end this process during cleanup
         observer.close()
         view.close()
         stage.metrics.close()
