@@ -34,7 +34,7 @@ import damage  # noqa: E402
 import manifest_specs  # noqa: E402
 
 # Import these modules before cases are forked.
-from orrery.launcher import cli, describe, pipeline, runs, status  # noqa: E402, F401
+from orrery.launcher import cli, describe, pipeline, runs  # noqa: E402, F401
 from orrery.manifest.errors import OrreryError  # noqa: E402
 from orrery.manifest.identity import (  # noqa: E402
     Workspace,

@@ -22,10 +22,9 @@ from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
 from snakemake_interface_executor_plugins.settings import CommonSettings
 
-from orrery.launcher import status
 from orrery.launcher.containers import images_of
 from orrery.launcher.process import last_line
-from orrery.launcher.runs import find
+from orrery.launcher.runs import find, read_status
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.queue import batch_job
@@ -171,7 +170,7 @@ class Executor(RemoteExecutor):
 
     def _why(self, info: SubmittedJobInfo, word: str | None) -> str:
         run_dir, stage = Path("runs") / info.job.wildcards["run"], info.job.rule.name
-        said = status.read(run_dir)
+        said = read_status(run_dir)
         is_own = said is not None and said.slurm_job == info.external_jobid
         if said and is_own and said.state in ("failed", "stopped") and said.message:
             return said.message

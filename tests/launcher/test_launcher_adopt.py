@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from orrery.launcher import cli, runs
-from orrery.launcher import status as statuses
 from orrery.launcher.receipt import record
-from orrery.launcher.runs import Run, adopt, all_runs, find
-from orrery.launcher.status import RoleStatus, Status, hold_lock, newest_checkpoint
+from orrery.launcher.runs import (
+    RoleStatus,
+    Run,
+    Status,
+    adopt,
+    all_runs,
+    find,
+    hold_lock,
+    newest_checkpoint,
+)
 from orrery.manifest.check import with_values
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
@@ -116,7 +123,7 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
     )
     for grows in ("metrics/trainer.0.jsonl", "rollouts/samples.jsonl"):
         assert not os.path.samefile(run.path / grows, other.path / grows), "lines are added there"
-    status = statuses.read(run.path)
+    status = runs.read_status(run.path)
     assert (status.stage, status.attempt, status.state, status.slurm_job, status.roles) == (
         "rl",
         2,

@@ -18,13 +18,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import bench, cli, containers, describe, runs, serve
-from orrery.launcher import status as statuses
+from orrery.launcher import bench, cli, containers, describe, runs, serve, supervisor
 from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
-from orrery.launcher.runs import find, job
+from orrery.launcher.runs import RoleStatus, Status, find
 from orrery.launcher.site import Site, load_site
-from orrery.launcher.status import RoleStatus, Status
+from orrery.launcher.supervisor import job
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, id12, load
 from orrery.runtime.health import HealthFile
@@ -110,7 +109,7 @@ def test_a_full_disk_leaves_no_folder_of_a_run(checkout, monkeypatch):
         path.with_name(".left.tmp").write_bytes(b"")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runs, "write_atomic", fail)
+    monkeypatch.setattr(supervisor, "write_atomic", fail)
     with pytest.raises(OSError, match="No space left"):
         job("reverse_text", "init")
     assert not any((checkout / "runs").iterdir())
@@ -118,7 +117,7 @@ def test_a_full_disk_leaves_no_folder_of_a_run(checkout, monkeypatch):
     monkeypatch.chdir(checkout)
     job("reverse_text", "init")
     (folder,) = (checkout / "runs").iterdir()
-    monkeypatch.setattr(runs, "begin", lambda path: fail(path, b""))
+    monkeypatch.setattr(supervisor, "begin", lambda path: fail(path, b""))
     with pytest.raises(OSError, match="No space left"):
         job("reverse_text", "rl")
     assert (folder / "manifest.json").is_file()
@@ -455,11 +454,8 @@ def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher
     Status("rl", 4, "running", "", 999_999, HOST, None, time.time() - 70, roles=roles).write(
         run_dir
     )
-    with health.waiting("batch 13 from orchestrator"):
-        from orrery.launcher import status
-
-        with status.hold_lock(run_dir):
-            code, out, _ = orrery(capsys, "status")
+    with health.waiting("batch 13 from orchestrator"), runs.hold_lock(run_dir):
+        code, out, _ = orrery(capsys, "status")
     assert code == 0
     assert (
         re.search(r"rl running for 1 min [1-3]\d s, attempt 4", out)
@@ -506,7 +502,7 @@ def test_stop_ends_a_run_that_is_going(checkout, capsys):
     code, out, _ = orrery(capsys, "stop", "reverse_text")
     assert code == 0 and "rl: stopped by SIGTERM" in out
     assert launcher.wait(10) == 128 + signal.SIGTERM
-    assert statuses.read(run_dir).state == "stopped"
+    assert runs.read_status(run_dir).state == "stopped"
 
 
 def test_logs_choose_by_role_and_say_which_process_spoke(checkout, capsys):
@@ -767,7 +763,7 @@ def test_a_status_that_cannot_be_read_is_named_and_hides_no_other_run(checkout, 
     for path in (bad, worse):
         assert err.count(f"error: {path}/status.json: ") == 1
         with pytest.raises(OrreryError, match="remove it and start the run again"):
-            statuses.read(path)
+            runs.read_status(path)
         code, out, told = orrery(capsys, "status", path.name)
         assert code == 2 and not out and told.startswith(f"error: {path}/status.json: ")
     assert {bad.name, worse.name} <= {

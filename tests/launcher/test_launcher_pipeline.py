@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from orrery.launcher.pipeline import Pipeline, checked_in, targets_of
-from orrery.launcher.status import read as read_status
+from orrery.launcher.runs import read_status
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 

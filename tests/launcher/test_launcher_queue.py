@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from orrery.launcher import stage
+from orrery.launcher.runs import Status, hold_lock
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.allocation import SlurmTask, Step, failed_node, task_endings
 from orrery.launcher.stage import stop_run
-from orrery.launcher.status import Status, hold_lock
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import no_requeue_path
 

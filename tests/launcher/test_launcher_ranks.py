@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orrery.launcher import status
+from orrery.launcher import runs
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
 from orrery.observe.hang_detector import STILL_S
@@ -68,7 +68,7 @@ def run_dir(initialized, tmp_path):
     path = tmp_path / initialized.name
     shutil.copytree(initialized, path)
     yield path
-    assert not any(psutil.pid_exists(role.pid) for role in status.read(path).roles)
+    assert not any(psutil.pid_exists(role.pid) for role in runs.read_status(path).roles)
 
 
 def at_step(launcher: subprocess.Popen, run_dir: Path, step: int) -> dict[str, Health]:

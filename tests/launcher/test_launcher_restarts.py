@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import status
+from orrery.launcher import runs
 from orrery.launcher.failure import WINDOW_S, EngineRestarts, Restarts
 from orrery.launcher.stage import RunningStage
 from orrery.observe.hang_detector import HealthView
@@ -94,7 +94,7 @@ def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
     )
     endpoint = json.loads((run_dir / "stages/rl/endpoints/inference.0.json").read_text())
     assert (endpoint["incarnation"], endpoint["pid"]) == (1, second)
-    [role] = [role for role in status.read(run_dir).roles if role.name == "inference.0"]
+    [role] = [role for role in runs.read_status(run_dir).roles if role.name == "inference.0"]
     assert (role.pid, role.state, role.restarts) == (second, "running", 1)
     (run_dir / "go").touch()
     code, stderr = end(launcher)
@@ -142,7 +142,7 @@ def test_an_engine_that_loses_a_further_node_starts_again_with_all_its_processes
     os.kill(pids["headless.1"], signal.SIGKILL)
     again = {name: restarted(run_dir, name, pids[name]) for name in ("inference.0", "headless.1")}
     assert not alive(pids["inference.0"]) and alive(pids["inference.2"])
-    roles = {role.name: role for role in status.read(run_dir).roles}
+    roles = {role.name: role for role in runs.read_status(run_dir).roles}
     assert {name: (role.pid, role.restarts) for name, role in roles.items()} == {
         "inference.0": (again["inference.0"], 1),
         "headless.1": (again["headless.1"], 1),

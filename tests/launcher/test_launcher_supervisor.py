@@ -17,10 +17,10 @@ import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import stage, status, supervisor
+from orrery.launcher import runs, stage, supervisor
 from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
-from orrery.launcher.status import newest_checkpoint
+from orrery.launcher.runs import newest_checkpoint
 from orrery.observe.progress import Observer, Progress
 from orrery.runtime import preemption, run_directory
 from orrery.runtime.health import HANG_S, read_health
@@ -46,7 +46,7 @@ def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir)
     assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(
         done["ended_s"] - done["started_s"], abs=0.05
     )
-    now = status.read(run_dir)
+    now = runs.read_status(run_dir)
     assert (now.state, now.stage, now.attempt) == ("done", "rl", 1)
     assert {role.name: role.exit for role in now.roles} == {
         "inference.0": "exit code 143", "trainer.1": "exit code 0", "orchestrator.2": "exit code 0"
@@ -71,7 +71,7 @@ def test_a_failing_role_ends_the_stage_with_its_own_sentence(run_dir):
         "orchestrator (step 3): nothing came" in stderr
     )
     assert f"its log is {run_dir}/logs/trainer.1.log; type `make demo` to start rl again" in stderr
-    assert status.read(run_dir).state == "failed" and not (run_dir / "stages/rl/DONE").exists()
+    assert runs.read_status(run_dir).state == "failed" and not (run_dir / "stages/rl/DONE").exists()
 
 
 def test_a_role_that_runs_out_of_memory_asks_for_a_change_of_the_spec(run_dir):
@@ -210,7 +210,7 @@ def test_a_role_that_ignores_sigterm_is_killed(run_dir):
     (run_dir / "go").touch()
     code, _ = end(launcher)
     assert code == 1
-    assert status.read(run_dir).roles[0].exit == "SIGKILL"
+    assert runs.read_status(run_dir).roles[0].exit == "SIGKILL"
 
 
 def test_a_process_that_not_even_sigkill_ends_is_named_and_not_waited_for():
@@ -253,7 +253,7 @@ def test_a_signal_to_the_launcher_ends_all_and_leaves_the_run_resumable(run_dir,
     code, stderr = end(launcher)
     assert code == 128 + number and f"rl: stopped by {number.name}" in stderr
     assert not any(map(alive, pids.values()))
-    assert status.read(run_dir).state == "stopped"
+    assert runs.read_status(run_dir).state == "stopped"
 
 
 def test_what_is_ignored_when_the_launcher_starts_stays_so_in_it_and_its_roles(run_dir):
@@ -363,7 +363,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
     launcher.kill()
     launcher.wait()
     launcher.stderr.close()
-    assert status.launcher_died(run_dir, status.read(run_dir))
+    assert runs.launcher_died(run_dir, runs.read_status(run_dir))
     wait_for(lambda: not any(map(alive, pids.values())), within_s=15)
     assert not list(Path("/dev/shm").glob(f"{run_directory.memory_prefix(run_dir)}*"))
     for pid in (run_dir / "children").read_text().split()[1::2]:
@@ -379,7 +379,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
         )  # another run's process, with a reused pid
     )
     try:
-        last = status.read(run_dir)
+        last = runs.read_status(run_dir)
         for role, process in zip(last.roles, (left, others), strict=True):
             role.pid = process.pid
         last.write(run_dir)
@@ -403,20 +403,20 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
 def test_a_second_launcher_of_the_same_run_gets_one_sentence(run_dir):
     first = launch(run_dir, ("trainer", ["ready", "wait"]))
     ready(run_dir, "trainer.0")
-    assert status.lock_holder(run_dir).pid == first.pid
+    assert runs.lock_holder(run_dir).pid == first.pid
     code, stderr = end(launch(run_dir, ("trainer", ["ready", "wait"])))
     assert code == 2 and stderr.count("\n") == 1
     assert f"another launcher is running this run (pid {first.pid})" in stderr
     first.send_signal(signal.SIGTERM)
     end(first)
-    assert status.lock_holder(run_dir) is None
+    assert runs.lock_holder(run_dir) is None
 
 
 def test_every_start_is_a_new_attempt_and_appends_to_the_logs(run_dir):
     for _ in range(2):
         assert end(launch(run_dir, ("trainer", ["fail"])))[0] == 1
     assert end(launch(run_dir, ("trainer", ["look"])))[0] == 0
-    assert status.read(run_dir).attempt == 3
+    assert runs.read_status(run_dir).attempt == 3
     assert json.loads((run_dir / "look.trainer.0.json").read_text())["attempt"] == 3
     log = (run_dir / "logs/trainer.0.log").read_text()
     headers = [line.split(", ")[:2] for line in log.splitlines() if line.startswith("===")]
@@ -560,7 +560,7 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
     (run_dir / "logs/launcher.0.log").symlink_to("/dev/full")
     code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait"])))
     assert code == 1 and "Traceback" not in stderr and "rl: No space left on device" in stderr
-    assert not any(alive(role.pid) for role in status.read(run_dir).roles)
+    assert not any(alive(role.pid) for role in runs.read_status(run_dir).roles)
 
 
 def test_lines_that_a_full_disk_refuses_do_not_keep_a_stage_from_ending(run_dir, monkeypatch):
@@ -598,24 +598,24 @@ def test_a_saver_does_not_outlive_the_wait_for_it(run_dir, tmp_path, monkeypatch
 
 def test_the_launcher_of_a_run_is_known_after_the_wall_clock_was_set(tmp_path, monkeypatch):
     boot_s = psutil.boot_time()
-    with status.hold_lock(tmp_path):
+    with runs.hold_lock(tmp_path):
         # The kernel's answer after a step of 20 minutes.
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 1200.0)
-        found = status.lock_holder(tmp_path)
+        found = runs.lock_holder(tmp_path)
         assert found is not None and found.pid == os.getpid(), (
             "`orrery status` would say that it died"
         )
-    assert status.lock_holder(tmp_path) is None
+    assert runs.lock_holder(tmp_path) is None
 
 
 def test_someone_who_looks_for_the_holder_keeps_no_launcher_from_starting(run_dir):
-    with status.hold_lock(run_dir):
+    with runs.hold_lock(run_dir):
         pass
     with open(run_dir / ".lock") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
-        with status.hold_lock(run_dir):
-            assert status.lock_holder(run_dir).pid == os.getpid()
+        with runs.hold_lock(run_dir):
+            assert runs.lock_holder(run_dir).pid == os.getpid()
 
 
 def test_a_sink_that_cannot_start_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys):
@@ -684,7 +684,9 @@ def test_a_wind_down_ends_the_stage_when_all_that_end_by_themselves_have_left(ru
         code == preemption.EXIT_PREEMPTED
         and "rl: wound down; type `make demo` to start rl again" in stderr
     )
-    assert status.read(run_dir).state == "stopped" and not (run_dir / "stages/rl/DONE").exists()
+    assert (
+        runs.read_status(run_dir).state == "stopped" and not (run_dir / "stages/rl/DONE").exists()
+    )
 
 
 def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
@@ -729,7 +731,7 @@ DIES_BEFORE_ITS_FIRST_STATUS = """
 import os, signal, sys
 from pathlib import Path
 import launcher_fakes
-from orrery.launcher.status import Status
+from orrery.launcher.runs import Status
 Status.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 launcher_fakes.launch(Path(sys.argv[1]))
 """
@@ -744,7 +746,7 @@ def test_an_attempts_number_is_not_given_again_though_its_launcher_died_before_i
         [sys.executable, "-c", DIES_BEFORE_ITS_FIRST_STATUS, str(run_dir)],
         cwd=Path(__file__).parent,
     )
-    assert died.returncode == -signal.SIGKILL and status.read(run_dir).attempt == 1
+    assert died.returncode == -signal.SIGKILL and runs.read_status(run_dir).attempt == 1
     code, stderr = end(launch(run_dir, ("trainer", [])))
     assert code == 0, stderr
     receipts = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"]

@@ -14,7 +14,7 @@ from saver_cases import content, die_before, folder, offered, upload_to
 
 from orrery.elastic.types import ElasticError
 from orrery.launcher import cli
-from orrery.launcher.status import hold_lock
+from orrery.launcher.runs import hold_lock
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import SHARED_MEMORY, saves_prefix
 from orrery.trainer import saver, uploader

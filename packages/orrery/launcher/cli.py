@@ -60,8 +60,7 @@ def run(
     """Run one stage. `snakemake` runs all stages in order."""
     import os
 
-    from orrery.launcher.runs import job
-    from orrery.launcher.supervisor import run_stage
+    from orrery.launcher.supervisor import job, run_stage
 
     one = job(word, stage)
     os.chdir(one.workspace.root)  # paths of data and weights are relative to the checkout
@@ -315,9 +314,8 @@ def restore(
     """
     import subprocess
 
-    from orrery.launcher.runs import find
+    from orrery.launcher.runs import find, hold_lock
     from orrery.launcher.site import load_site
-    from orrery.launcher.status import hold_lock
     from orrery.manifest.identity import find_workspace
     from orrery.runtime.run_directory import begin
 
@@ -344,8 +342,7 @@ def report(
     """Write the report of a run, finished or not, and print its path."""
     import subprocess
 
-    from orrery.launcher import status as statuses
-    from orrery.launcher.runs import find, members, resume_command
+    from orrery.launcher.runs import find, members, read_status, resume_command
     from orrery.launcher.serve import summary_line
     from orrery.manifest.json_file import read_regular
     from orrery.runtime.run_directory import report_page
@@ -363,7 +360,7 @@ def report(
             print(summary_line(name if is_newest else run.path.name, run))
         return
     found = find(word)
-    last = statuses.read(found.path)
+    last = read_status(found.path)
     if last is None:
         raise OrreryError(f"{found.path.name}: not started. Type `{resume_command(found, 'init')}`")
     argv = [sys.executable, "-m", "orrery.observe.report", "--run-dir", str(found.path)]

@@ -7,10 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from orrery.launcher import status as statuses
-from orrery.launcher.runs import Run, resume_command
+from orrery.launcher.runs import (
+    Run,
+    Status,
+    launcher_died,
+    newest_checkpoint,
+    read_status,
+    resume_command,
+)
 from orrery.launcher.slurm import queue
-from orrery.launcher.status import newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import open_regular
 from orrery.runtime.health import read_health
@@ -28,16 +33,16 @@ def overview(path: Path) -> str:
         check_layout(path)
     except OrreryError as error:
         return str(error)
-    status = statuses.read(path)
+    status = read_status(path)
     if status is None:
         return f"{path.name}: not started"
-    state = "launcher died" if statuses.launcher_died(path, status) else status.state
+    state = "launcher died" if launcher_died(path, status) else status.state
     return f"{path.name}: {status.stage} {state} (attempt {status.attempt})"
 
 
 def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
     now_s = time.time() if now_s is None else now_s
-    name, status = run.path.name, statuses.read(run.path)
+    name, status = run.path.name, read_status(run.path)
     jobs, no_answer = _jobs(run.path) if on_cluster else ([], [])
     if status is None:
         if jobs:
@@ -45,7 +50,7 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         profile = "slurm" if on_cluster else "local"
         command = resume_command(run, "init", profile=profile)
         return [f"{name}: not started; type `{command}`", *no_answer]
-    died = statuses.launcher_died(run.path, status)
+    died = launcher_died(run.path, status)
     working = status.state in ("running", "stopping") and not died
     state = "its launcher died" if died else status.state
     since = f" for {duration(now_s - status.started_s)}" if working else ""
@@ -77,7 +82,7 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
 
 
 def _role_lines(
-    run_dir: Path, status: statuses.Status, working: bool, died: bool, now_s: float
+    run_dir: Path, status: Status, working: bool, died: bool, now_s: float
 ) -> list[str]:
     health = read_health(run_dir, status.stage, status.attempt)
     lines = []
@@ -125,7 +130,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
+def _resume(run: Run, status: Status, stage: str | None = None) -> str:
     profile = "slurm" if status.slurm_job else "local"
     return resume_command(run, stage or status.stage, profile=profile)
 

@@ -16,7 +16,6 @@ from typing import Any, get_args
 import psutil
 
 from orrery.launcher import containers
-from orrery.launcher import status as statuses
 from orrery.launcher.containers import IMAGES, LOCK, Hardware, find_image, locked
 from orrery.launcher.doctor_judge import (
     GIB,
@@ -39,7 +38,7 @@ from orrery.launcher.doctor_judge import (
     parse_probes,
 )
 from orrery.launcher.process import installed_hardware
-from orrery.launcher.runs import all_runs, runs_root
+from orrery.launcher.runs import all_runs, launcher_died, read_status, runs_root
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import clean_environment, gres, where
 from orrery.manifest.errors import OrreryError
@@ -137,13 +136,13 @@ def _dead(workspace: Workspace) -> list[Finding]:
     found = []
     for path in all_runs(workspace):
         try:
-            status = statuses.read(path)
+            status = read_status(path)
         except OrreryError as error:
             found.append(
                 Finding(path.name, "its status cannot be read", str(error), is_required=False)
             )
             continue
-        if status is not None and statuses.launcher_died(path, status):
+        if status is not None and launcher_died(path, status):
             remedy = f"type `orrery status {path.name}`, which says how to go on"
             found.append(Finding(path.name, "its launcher died", remedy, is_required=False))
     return found

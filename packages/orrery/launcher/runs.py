@@ -1,28 +1,29 @@
-"""Find a run by name or folder (`reverse_text-0123456789ab`), or adopt another run's state."""
+"""Find a run by name or folder (`reverse_text-0123456789ab`), read its status, and lock it.
 
-import hashlib
+If `status.json` says `running` but the lock (flock) is free, the launcher was killed.
+"""
+
+import fcntl
 import json
 import os
 import re
 import shutil
 import socket
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from orrery.launcher import status as statuses
-from orrery.launcher.site import check_network, cluster, load_site
-from orrery.launcher.slurm.allocation import allocation
-from orrery.launcher.slurm.queue import IN_JOB
-from orrery.launcher.stage import Job
-from orrery.launcher.status import hold_lock, lock_holder, newest_checkpoint
+from orrery.launcher.slurm import queue
 from orrery.manifest.check import meant
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, id12, load, pretty_json, run_dir
-from orrery.manifest.machine import gpus, refuse_other_device
-from orrery.manifest.plan import check_supported, plan, stage
+from orrery.manifest.json_file import read_as
+from orrery.manifest.plan import plan
 from orrery.manifest.publish import publish_folder, write_atomic
 from orrery.manifest.render import render, render_file
 from orrery.manifest.schema import Manifest
@@ -41,6 +42,7 @@ from orrery.runtime.run_directory import (
     check_layout,
     done_path,
     has_layout,
+    whole_checkpoints,
 )
 
 FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
@@ -199,73 +201,6 @@ def check_address(field: str, value: str) -> None:
         )
 
 
-def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
-    workspace = workspace or find_workspace()
-    run = find(word, workspace)
-    stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
-    check_supported(run.manifest, stage_plan)
-    hardware = run.manifest.hardware
-    inside = None
-    if IN_JOB in os.environ:
-        inside = allocation(site, cluster(workspace), hardware, workspace)
-        check_network(site, stage_plan.num_nodes, f"{stage_name} of {run.manifest.name}")
-    elif stage_plan.num_nodes > 1:
-        raise OrreryError(
-            f"hardware.num_nodes = {hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} "
-            f"nodes, here is one. Type `snakemake --profile slurm {run.manifest.name}` on a "
-            "cluster, or choose a hardware axis of one node"
-        )
-    _check_lock(run, workspace)
-    if hardware.accelerator != "cpu":
-        for gpu in gpus().values():
-            refuse_other_device(run.manifest, gpu.name)
-    _begin(run)
-    sft, rl = run.manifest.stages.sft, run.manifest.stages.rl
-    return Job(
-        run_dir=run.path,
-        plan=stage_plan,
-        stages=run.stages,
-        num_devices=None if hardware.accelerator == "cpu" else hardware.devices_per_node,
-        num_steps={"sft": sft.num_steps if sft else None, "rl": rl.num_steps}.get(stage_name),
-        resume=resume_command(run, stage_name, workspace, "slurm" if inside else "local"),
-        site=site,
-        workspace=workspace,
-        allocation=inside,
-        max_restarts=run.manifest.inference.max_restarts,
-    )
-
-
-def _begin(run: Run) -> None:
-    is_new = not run.path.exists()
-    try:
-        begin(run.path)
-        if not (run.path / MANIFEST).exists():
-            write_atomic(run.path / MANIFEST, pretty_json(run.manifest).encode())
-    except OSError:
-        if is_new:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise
-
-
-def _check_lock(run: Run, workspace: Workspace) -> None:
-    lock_file = lock_of(run.manifest)
-    lock_bytes = (workspace.root / lock_file).read_bytes()
-    if hashlib.sha256(lock_bytes).hexdigest() == run.manifest.python_lock_sha256:
-        return
-    name, adopt = run.manifest.name, ""
-    if run.finished():
-        adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
-    raise OrreryError(
-        f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered "
-        f"with. Type `orrery render {name}` for a run of the present lock{adopt}, or check the old "
-        "lock out and type `make setup`"
-    )
-
-
-def lock_of(manifest: Manifest) -> str:
-    return f"locks/{'cpu' if manifest.hardware.accelerator == 'cpu' else 'cuda'}.txt"
-
-
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
@@ -282,6 +217,142 @@ def newest(workspace: Workspace) -> Path | None:
     paths = list(filter(has_layout, all_runs(workspace)))
     return next(iter([path for path in paths if lock_holder(path) is not None] or paths), None)
 
+
+# Status and lock
+
+State = Literal["running", "stopping", "done", "failed", "stopped"]
+LOOKED_AT_S = 1.0  # maximum wait for the lock, which `lock_holder` takes briefly
+
+
+@dataclass
+class RoleStatus:
+    """A process's state. `pid` is 0 under Slurm. `exit` is None while the process runs."""
+
+    name: str
+    node: str
+    pid: int
+    port: int
+    cores: list[int] | None
+    state: Literal["running", "ended"]
+    exit: str | None = None
+    restarts: int = 0
+
+
+@dataclass
+class Status:
+    stage: str
+    attempt: int
+    state: State
+    message: str
+    launcher_pid: int
+    host: str
+    slurm_job: str | None
+    started_s: float
+    ended_s: float | None = None
+    roles: list[RoleStatus] = field(default_factory=list)
+
+    def write(self, run_dir: Path) -> None:
+        write_atomic(run_dir / STATUS, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+def read_status(run_dir: Path) -> Status | None:
+    path = run_dir / STATUS
+    if not os.path.lexists(path):
+        return None
+    return read_as(path, Status, "it is not a launcher's status; remove it and start the run again")
+
+
+def launcher_died(run_dir: Path, status: Status) -> bool:
+    if status.state not in ("running", "stopping"):
+        return False
+    if status.slurm_job is None or status.host == socket.gethostname():
+        return lock_holder(run_dir) is None
+    try:
+        state = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
+        return state is None or queue.state_of(state, status.slurm_job) not in ("running", "ending")
+    except OrreryError:
+        return False  # Slurm does not answer, so the launcher may still run
+
+
+def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
+    if stage not in ("sft", "rl"):
+        return None
+    return max((one.step for one in whole_checkpoints(run_dir, stage)), default=None)
+
+
+def _lock_path(run_dir: Path) -> Path:
+    return run_dir / LOCK
+
+
+@dataclass(frozen=True)
+class Holder:
+    host: str
+    pid: int
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}" + ("" if self.is_here else f" on {self.host}")
+
+
+@contextmanager
+def hold_lock(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(_lock_path(run_dir), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        limit_s = time.monotonic() + within_s
+        while not _locked(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > limit_s:
+                who = f" ({found})" if (found := lock_holder(run_dir)) else ""
+                raise OrreryError(
+                    f"{run_dir}: another launcher is running this run{who}. Type "
+                    f"`orrery status {run_dir.name}` to watch it or `orrery stop {run_dir.name}` "
+                    "to end it"
+                )
+            time.sleep(0.02)
+        text = f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_holder(run_dir: Path) -> Holder | None:
+    """Return the lock's holder, or None if the lock is free or names no live launcher."""
+    try:
+        descriptor = os.open(_lock_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        return None
+    try:
+        if _locked(descriptor, fcntl.LOCK_SH):
+            return None
+        words = os.pread(descriptor, 400, 0).decode(errors="replace").split()
+    finally:
+        os.close(descriptor)
+    try:
+        found, started = Holder(words[0], int(words[1])), int(words[2])
+        return found if not found.is_here or _started(found.pid) == started else None
+    except (IndexError, ValueError, OSError):
+        return None
+
+
+def _started(pid: int) -> int:
+    """Return the process's start time in clock ticks since boot."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+# Adoption
 
 FREE = (
     "name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory",
@@ -353,7 +424,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     checkpoint = None if step is None else {"stage": next_stage, "step": step}
     row = {"run": other.path.name, "done": done, "checkpoint": checkpoint}
     write_atomic(made / ADOPTED, (json.dumps(row) + "\n").encode())
-    if (last := statuses.read(other.path)) is not None:
+    if (last := read_status(other.path)) is not None:
         command = resume_command(run, next_stage)
         message = f"adopted from {other.path.name}: {where}; type `{command}` to go on"
         replace(

@@ -23,19 +23,19 @@ from typing import Literal
 
 import psutil
 
-from orrery.launcher import status as statuses
 from orrery.launcher.process import PROCESS, Process
-from orrery.launcher.site import Site
-from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.allocation import Allocation, SlurmTask
-from orrery.launcher.status import (
+from orrery.launcher.runs import (
     Holder,
     RoleStatus,
     State,
     Status,
     lock_holder,
     newest_checkpoint,
+    read_status,
 )
+from orrery.launcher.site import Site
+from orrery.launcher.slurm import queue
+from orrery.launcher.slurm.allocation import Allocation, SlurmTask
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import StagePlan
@@ -468,7 +468,7 @@ def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
 
 
 def _forbid_requeue(run_dir: Path) -> None:
-    status, holder = statuses.read(run_dir), lock_holder(run_dir)
+    status, holder = read_status(run_dir), lock_holder(run_dir)
     if status is None or holder != Holder(status.host, status.launcher_pid):
         raise OrreryError(
             f"{run_dir.name}: its launcher is starting. Type the command again in a minute"
@@ -482,7 +482,7 @@ def _forbid_requeue(run_dir: Path) -> None:
 
 
 def _is_a_job(run_dir: Path) -> bool:
-    status = statuses.read(run_dir)
+    status = read_status(run_dir)
     return status is not None and status.slurm_job is not None
 
 
@@ -512,5 +512,5 @@ def _end_launcher(run_dir: Path, pid: int) -> str:
                 f"See {log_path(run_dir, 'launcher.0')}"
             )
         time.sleep(0.05)
-    status = statuses.read(run_dir)
+    status = read_status(run_dir)
     return status.message if status else f"{run_dir.name}: stopped"

@@ -6,6 +6,7 @@
 - A stage is never retried, but Slurm may requeue its job.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from orrery.launcher import failure, receipt
-from orrery.launcher import status as statuses
 from orrery.launcher.failure import EngineRestarts
 from orrery.launcher.process import (
     Process,
@@ -27,8 +27,19 @@ from orrery.launcher.process import (
     share_cores,
     share_devices,
 )
+from orrery.launcher.runs import (
+    LOOKED_AT_S,
+    Run,
+    find,
+    hold_lock,
+    newest_checkpoint,
+    read_status,
+    resume_command,
+)
+from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.queue import script_facts
+from orrery.launcher.slurm.allocation import allocation
+from orrery.launcher.slurm.queue import IN_JOB, script_facts
 from orrery.launcher.stage import (
     Interrupts,
     Job,
@@ -46,10 +57,13 @@ from orrery.launcher.stage import (
     requeue,
     scratch_prefixes,
 )
-from orrery.launcher.status import LOOKED_AT_S, hold_lock
 from orrery.manifest.errors import OrreryError, explain_os_error
-from orrery.manifest.plan import ENGINE_ROLES
+from orrery.manifest.identity import Workspace, find_workspace, pretty_json
+from orrery.manifest.machine import gpus, refuse_other_device
+from orrery.manifest.plan import ENGINE_ROLES, check_supported
+from orrery.manifest.plan import stage as stage_plan_of
 from orrery.manifest.publish import sync_folders, write_atomic
+from orrery.manifest.schema import Manifest
 from orrery.observe import hang_detector
 from orrery.observe.hang_detector import STILL_S, RankStallDetector
 from orrery.observe.progress import Observer, Progress, View
@@ -60,6 +74,8 @@ from orrery.runtime.network import free_ports
 from orrery.runtime.parent_watch import adopt_orphans, hide_memory
 from orrery.runtime.role_context import log_level
 from orrery.runtime.run_directory import (
+    MANIFEST,
+    begin,
     begin_attempt,
     done_path,
     fence_dir,
@@ -76,6 +92,73 @@ SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SITE_END_S = STOPPED_END_S + HAND_OVER_S  # grace period of a run over several sites
 SAVES_S = 3.0  # delay until a message about unsaved checkpoints
 RESTART_LOCK_S = 90.0  # maximum wait for a dead node's lock
+
+
+def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
+    workspace = workspace or find_workspace()
+    run = find(word, workspace)
+    stage_plan, site = stage_plan_of(run.manifest, stage_name), load_site(workspace)
+    check_supported(run.manifest, stage_plan)
+    hardware = run.manifest.hardware
+    inside = None
+    if IN_JOB in os.environ:
+        inside = allocation(site, cluster(workspace), hardware, workspace)
+        check_network(site, stage_plan.num_nodes, f"{stage_name} of {run.manifest.name}")
+    elif stage_plan.num_nodes > 1:
+        raise OrreryError(
+            f"hardware.num_nodes = {hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} "
+            f"nodes, here is one. Type `snakemake --profile slurm {run.manifest.name}` on a "
+            "cluster, or choose a hardware axis of one node"
+        )
+    _check_lock(run, workspace)
+    if hardware.accelerator != "cpu":
+        for gpu in gpus().values():
+            refuse_other_device(run.manifest, gpu.name)
+    _begin(run)
+    sft, rl = run.manifest.stages.sft, run.manifest.stages.rl
+    return Job(
+        run_dir=run.path,
+        plan=stage_plan,
+        stages=run.stages,
+        num_devices=None if hardware.accelerator == "cpu" else hardware.devices_per_node,
+        num_steps={"sft": sft.num_steps if sft else None, "rl": rl.num_steps}.get(stage_name),
+        resume=resume_command(run, stage_name, workspace, "slurm" if inside else "local"),
+        site=site,
+        workspace=workspace,
+        allocation=inside,
+        max_restarts=run.manifest.inference.max_restarts,
+    )
+
+
+def _begin(run: Run) -> None:
+    is_new = not run.path.exists()
+    try:
+        begin(run.path)
+        if not (run.path / MANIFEST).exists():
+            write_atomic(run.path / MANIFEST, pretty_json(run.manifest).encode())
+    except OSError:
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def _check_lock(run: Run, workspace: Workspace) -> None:
+    lock_file = lock_of(run.manifest)
+    lock_bytes = (workspace.root / lock_file).read_bytes()
+    if hashlib.sha256(lock_bytes).hexdigest() == run.manifest.python_lock_sha256:
+        return
+    name, adopt = run.manifest.name, ""
+    if run.finished():
+        adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
+    raise OrreryError(
+        f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered "
+        f"with. Type `orrery render {name}` for a run of the present lock{adopt}, or check the old "
+        "lock out and type `make setup`"
+    )
+
+
+def lock_of(manifest: Manifest) -> str:
+    return f"locks/{'cpu' if manifest.hardware.accelerator == 'cpu' else 'cuda'}.txt"
 
 
 def run_stage(job: Job) -> Outcome:
@@ -102,7 +185,7 @@ def run_stage(job: Job) -> Outcome:
 class Supervisor:
     def __init__(self, job: Job, interrupts: Interrupts):
         self.job, run_dir = job, job.run_dir
-        self.last = statuses.read(run_dir)
+        self.last = read_status(run_dir)
         self.scratch = scratch_prefixes(run_dir)
         if self.last is not None:
             end_leftovers(run_dir, self.last)
@@ -136,7 +219,7 @@ class Supervisor:
         progress = Progress(
             *(run_dir.name, name, stage.attempt, self.job.stages, finished),
             *(self.job.num_steps, stage.status.started_s),
-            statuses.newest_checkpoint(run_dir, name) or 0,
+            newest_checkpoint(run_dir, name) or 0,
         )
         observer, view = Observer(run_dir, progress), View(progress)
         outcome = Outcome("failed", f"{name}: the launcher failed", 1)
@@ -220,10 +303,10 @@ class Supervisor:
                 stage.tell("waiting for copied checkpoints to be saved; Ctrl-C ends that")
             return len(stage.interrupts.received) > received or now_s > limit_s
 
-        before = statuses.newest_checkpoint(stage.run_dir, stage.name)
+        before = newest_checkpoint(stage.run_dir, stage.name)
         target = self.job.site.roles.checkpoint_target
         finish_saves(stage.run_dir, target, is_cut_short)
-        after = statuses.newest_checkpoint(stage.run_dir, stage.name)
+        after = newest_checkpoint(stage.run_dir, stage.name)
         if after == before or outcome.state == "done":
             return outcome
         text = f"{outcome.message}; the checkpoint of step {after} was saved after that"
