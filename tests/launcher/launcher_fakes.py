@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from orrery.manifest.errors import OrreryError, OutOfMemory, RunFailed
-from orrery.runtime import preemption, run_directory
+from orrery.runtime import process_control, run_directory
 from orrery.runtime.role_context import role_process
 from orrery.runtime.run_directory import memory_prefix
 from orrery.runtime.token import run_token
@@ -46,9 +46,9 @@ def be_a_role() -> None:
                 while True:
                     time.sleep(0.05)
             elif act == "wind down":
-                while not preemption.is_requested(ctx.run_dir, ctx.stage):
+                while not process_control.preemption_requested(ctx.run_dir, ctx.stage):
                     time.sleep(0.05)
-                raise preemption.Preempted(3)
+                raise process_control.Preempted(3)
             elif act == "fail":
                 raise RunFailed("the moon is in the way")
             elif act == "run out of memory":

@@ -18,7 +18,7 @@ from orrery.launcher import runs
 from orrery.launcher.failure import WINDOW_S, EngineRestarts, Restarts
 from orrery.launcher.stage import RunningStage
 from orrery.observe.hang_detector import HealthView
-from orrery.runtime import preemption
+from orrery.runtime import process_control
 from orrery.runtime.metrics import read
 
 pytestmark = pytest.mark.timeout(120)
@@ -207,12 +207,12 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_the_next_one
     launcher = launch(run_dir, *roles, restarts=1)
     pids = ready(run_dir, "inference.0", "trainer.1")
     os.kill(pids["inference.0"], signal.SIGSTOP)
-    preemption.fence(
+    process_control.fence(
         run_dir, "rl", 1, "inference.0", 0, "engine 0 did not finish /pause within 120 s"
     )
     second = restarted(run_dir, "inference.0", pids["inference.0"])
-    preemption.fence(run_dir, "rl", 1, "inference.0", 0, "said late")
-    wait_for(lambda: not preemption.fenced(run_dir, "rl", 1), 30)
+    process_control.fence(run_dir, "rl", 1, "inference.0", 0, "said late")
+    wait_for(lambda: not process_control.fenced(run_dir, "rl", 1), 30)
     assert text(run_dir / "ready.inference.0") == str(second) and alive(second)
     (run_dir / "go").touch()
     code, stderr = end(launcher)

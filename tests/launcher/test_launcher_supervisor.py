@@ -22,7 +22,7 @@ from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
 from orrery.launcher.runs import newest_checkpoint
 from orrery.observe.progress import Observer, Progress
-from orrery.runtime import preemption, run_directory
+from orrery.runtime import process_control, run_directory
 from orrery.runtime.health import HANG_S, read_health
 from orrery.runtime.metrics import MetricsFile, MetricsTail, read
 from orrery.runtime.run_directory import done_path, request_path
@@ -681,7 +681,7 @@ def test_a_wind_down_ends_the_stage_when_all_that_end_by_themselves_have_left(ru
     launcher.send_signal(signal.SIGUSR1)
     code, stderr = end(launcher)
     assert (
-        code == preemption.EXIT_PREEMPTED
+        code == process_control.EXIT_PREEMPTED
         and "rl: wound down; type `make demo` to start rl again" in stderr
     )
     assert (
@@ -695,7 +695,7 @@ def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
     )
     pids = ready(run_dir, "orchestrator.0", "trainer.1")
     launcher.send_signal(signal.SIGUSR1)
-    wait_for(lambda: preemption.is_requested(run_dir, "rl"), 10)
+    wait_for(lambda: process_control.preemption_requested(run_dir, "rl"), 10)
     os.kill(pids["trainer.1"], signal.SIGSEGV)
     code, stderr = end(launcher)
     assert code == 1 and "trainer.1 was killed by SIGSEGV" in stderr

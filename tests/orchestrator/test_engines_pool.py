@@ -24,7 +24,7 @@ from orrery.orchestrator.engines.messages import (
     WeightsDiffer,
 )
 from orrery.orchestrator.engines.pool import EnginePool, Phase
-from orrery.runtime import preemption
+from orrery.runtime import process_control
 from orrery.runtime.health import read_health
 from orrery.runtime.metrics import read
 from orrery.runtime.role_context import RoleContext
@@ -247,7 +247,7 @@ async def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_th
             "the other one goes on"
         )
         assert fleet.registry.at(Phase.HEALTHY) == [0] and fleet.registry.at(Phase.FENCED) == [1]
-        [asked] = preemption.fenced(tmp_path, "rl", 1)
+        [asked] = process_control.fenced(tmp_path, "rl", 1)
         assert (asked.name, asked.incarnation) == (
             "inference.1",
             0,
@@ -327,7 +327,7 @@ async def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_no
             told.set()
         await until(lambda: len(router.paths()) == 3)
         assert fleet.registry.at(Phase.FENCED) == [0, 1]
-        assert {one.name for one in preemption.fenced(tmp_path, "rl", 1)} == {
+        assert {one.name for one in process_control.fenced(tmp_path, "rl", 1)} == {
             "inference.0",
             "inference.1",
         }
@@ -365,7 +365,7 @@ async def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_
     async with lossy(*stand_ins) as engines:
         with pytest.raises(RunFailed, match="router: /remove_worker"):
             await engines.fleet.metrics()
-        assert [one.name for one in preemption.fenced(tmp_path, "rl", 1)] == ["inference.1"]
+        assert [one.name for one in process_control.fenced(tmp_path, "rl", 1)] == ["inference.1"]
 
 
 async def test_where_no_engine_is_left_requests_wait_and_an_update_is_over_when_one_is_back(
@@ -410,7 +410,7 @@ async def test_an_update_that_every_engine_refuses_ends_the_run(lossy, tmp_path)
     async with lossy(*stand_ins) as engines:
         with pytest.raises(UpdateFailed, match=r"tensor 'q' is cut off"):
             await engines.fleet.update(PUBLISHED)
-        assert not preemption.fenced(tmp_path, "rl", 1)
+        assert not process_control.fenced(tmp_path, "rl", 1)
 
 
 async def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of_it(lossy):

@@ -26,7 +26,7 @@ from orrery.orchestrator.loop import Loop, update_engines
 from orrery.orchestrator.rollout import Notifier
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.health import read_health
-from orrery.runtime.preemption import Preempted, request_path
+from orrery.runtime.process_control import Preempted, request_path
 from orrery.tasks.task import Judgement, Message
 from orrery.tasks.tokenizer import write_tokenizer
 from orrery.wire import checkpoints, columns

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.runtime import network, preemption
+from orrery.runtime import network, process_control
 from orrery.runtime.role_context import parse_role
 from orrery.runtime.timing import scaled
 
@@ -114,12 +114,14 @@ def test_deadlines_are_multiplied_by_what_the_site_says(environ):
 
 
 def test_only_the_rl_stage_winds_down_and_only_when_its_file_is_there(tmp_path):
-    assert not preemption.is_requested(tmp_path, "rl")
+    assert not process_control.preemption_requested(tmp_path, "rl")
     for stage in ("rl", "sft"):
-        preemption.request_path(tmp_path, stage).parent.mkdir(parents=True)
-        assert not preemption.is_requested(tmp_path, stage)
-        preemption.request_path(tmp_path, stage).touch()
-    assert preemption.is_requested(tmp_path, "rl") and not preemption.is_requested(tmp_path, "sft")
+        process_control.request_path(tmp_path, stage).parent.mkdir(parents=True)
+        assert not process_control.preemption_requested(tmp_path, stage)
+        process_control.request_path(tmp_path, stage).touch()
+    assert process_control.preemption_requested(
+        tmp_path, "rl"
+    ) and not process_control.preemption_requested(tmp_path, "sft")
 
 
 def test_ucx_uses_our_interface_and_every_port_of_every_rdma_device(environ, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from orrery.observe import hang_detector
 from orrery.runtime import run_directory
 from orrery.runtime.health import HealthFile, Heartbeat, health_dir, read_health
-from orrery.runtime.parent_watch import LAUNCHER_PID
+from orrery.runtime.process_control import LAUNCHER_PID
 from orrery.runtime.role_context import parse_role
 
 
@@ -140,7 +140,9 @@ def test_sigterm_runs_finally_blocks(tmp_path):
 def test_a_role_that_winds_down_has_an_exit_code_of_its_own_and_is_neither_failed_nor_done(
     tmp_path,
 ):
-    process = role(tmp_path, "from orrery.runtime.preemption import Preempted\nraise Preempted(7)")
+    process = role(
+        tmp_path, "from orrery.runtime.process_control import Preempted\nraise Preempted(7)"
+    )
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 75 and "Traceback" not in stderr
     assert re.search(

@@ -268,7 +268,7 @@ def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables
     code = f"""
 import asyncio
 import orrery.tasks.reasoning_gym as gym
-from orrery.runtime.parent_watch import drop_privileges
+from orrery.runtime.process_control import drop_privileges
 from orrery.runtime.token import take
 from orrery.tasks.scorer_pool import ScorerPool
 if {asks_as == "an ordinary user"}:

@@ -12,7 +12,7 @@ from trainer_cases import manifest
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema.orchestrator import AdaptiveAdmission, FixedAdmission
 from orrery.models.weights import write_initial
-from orrery.runtime.preemption import Preempted
+from orrery.runtime.process_control import Preempted
 from orrery.runtime.timing import scaled
 from orrery.trainer import assemble
 from orrery.trainer.parallel.world import World

@@ -24,7 +24,7 @@ from orrery.models import build, weights
 from orrery.runtime.health import read_health
 from orrery.runtime.metrics import read
 from orrery.runtime.metrics import rows as rows_of
-from orrery.runtime.preemption import Preempted
+from orrery.runtime.process_control import Preempted
 from orrery.runtime.role_context import parse_role
 from orrery.tasks.chat import Renderer
 from orrery.trainer.__main__ import initialize

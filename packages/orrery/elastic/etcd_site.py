@@ -23,7 +23,7 @@ from orrery.elastic.types import ElasticError
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import find_workspace
 from orrery.manifest.publish import make_folder, write_atomic
-from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.process_control import die_with_parent
 from orrery.runtime.timing import HAND_OVER_S
 
 REMOVE_S = 30.0

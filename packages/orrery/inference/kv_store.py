@@ -10,7 +10,7 @@ from pathlib import Path
 from orrery.inference.kv_connectors import refuse_open_interfaces
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.runtime.network import free_ports
-from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.process_control import die_with_parent
 from orrery.runtime.role_context import role_process
 from orrery.wire import rendezvous
 

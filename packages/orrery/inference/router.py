@@ -29,7 +29,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.runtime.health import beating_loop
 from orrery.runtime.network import LOOPBACK, free_ports, without_proxy
-from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.process_control import die_with_parent
 from orrery.runtime.role_context import RoleContext, log_level, role_process
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import Purpose, authorization, run_token

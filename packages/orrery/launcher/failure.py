@@ -19,7 +19,7 @@ from orrery.manifest.errors import OrreryError, OutOfMemory
 from orrery.manifest.plan import ENGINE_ROLES
 from orrery.observe import hang_detector
 from orrery.runtime.health import FAILED, Health, listed
-from orrery.runtime.preemption import fenced, forget_fence
+from orrery.runtime.process_control import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1

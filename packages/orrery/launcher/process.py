@@ -23,7 +23,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.machine import missing_gpu
 from orrery.manifest.plan import ENGINE_ROLES, ProcessPlan
 from orrery.runtime.network import INTERFACE, free_ports
-from orrery.runtime.parent_watch import LAUNCHER_PID, START
+from orrery.runtime.process_control import LAUNCHER_PID, START
 from orrery.runtime.role_context import LOG_LEVEL, log_level
 from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE

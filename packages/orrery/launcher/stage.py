@@ -44,8 +44,7 @@ from orrery.observe.hang_detector import HealthView
 from orrery.runtime import run_directory
 from orrery.runtime.health import FAILED, Health, read_health
 from orrery.runtime.metrics import MetricsFile
-from orrery.runtime.parent_watch import START
-from orrery.runtime.preemption import EXIT_PREEMPTED
+from orrery.runtime.process_control import EXIT_PREEMPTED, START
 from orrery.runtime.run_directory import (
     CHECKPOINT_TARGET,
     WIRE,

@@ -71,7 +71,7 @@ from orrery.runtime import run_directory
 from orrery.runtime.health import DONE, FAILED, HANG_S, listed
 from orrery.runtime.metrics import PERIOD_S, MetricsFile, Sampler
 from orrery.runtime.network import free_ports
-from orrery.runtime.parent_watch import adopt_orphans, hide_memory
+from orrery.runtime.process_control import adopt_orphans, hide_memory
 from orrery.runtime.role_context import log_level
 from orrery.runtime.run_directory import (
     MANIFEST,

@@ -7,7 +7,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.orchestrator import assemble, evaluate
 from orrery.orchestrator.loop import stop_trainer
 from orrery.runtime.health import beating_loop
-from orrery.runtime.preemption import Preempted
+from orrery.runtime.process_control import Preempted
 from orrery.runtime.role_context import RoleContext, role_process
 
 

@@ -26,8 +26,7 @@ from orrery.orchestrator.dispatch import (
 from orrery.orchestrator.engines.recovery import RETURN_S
 from orrery.orchestrator.rollout import Failed, Notifier, Rollout, RolloutRunner
 from orrery.orchestrator.scheduler import EvaluationResult, Scheduler, TrainBatch, record
-from orrery.runtime import preemption
-from orrery.runtime.preemption import Preempted
+from orrery.runtime.process_control import Preempted, preemption_requested
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import rollouts_dir
 from orrery.runtime.timing import Pace, scaled
@@ -54,7 +53,7 @@ class PreemptionWatch:
         now_s = time.monotonic()
         if not self.is_requested and now_s >= self._next_poll_s:
             self._next_poll_s = now_s + PREEMPTION_POLL_S
-            self.is_requested = preemption.is_requested(self._ctx.run_dir, self._ctx.stage)
+            self.is_requested = preemption_requested(self._ctx.run_dir, self._ctx.stage)
         return self.is_requested
 
 

@@ -29,8 +29,7 @@ from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
 from orrery.runtime import network, run_directory
 from orrery.runtime.health import HealthFile
 from orrery.runtime.metrics import MetricsFile, UsageRows
-from orrery.runtime.parent_watch import ParentWatch
-from orrery.runtime.preemption import EXIT_PREEMPTED, Preempted
+from orrery.runtime.process_control import EXIT_PREEMPTED, ParentWatch, Preempted
 from orrery.runtime.run_directory import MANIFEST
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import take

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.runtime.parent_watch import WAS_LAUNCHED, hide_memory
+from orrery.runtime.process_control import WAS_LAUNCHED, hide_memory
 from orrery.runtime.timing import scaled
 
 TOKEN_FILE = "ORRERY_TOKEN_FILE"

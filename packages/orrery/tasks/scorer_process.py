@@ -23,7 +23,12 @@ from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 
-from orrery.runtime.parent_watch import adopt_orphans, die_with_parent, drop_privileges, hide_memory
+from orrery.runtime.process_control import (
+    adopt_orphans,
+    die_with_parent,
+    drop_privileges,
+    hide_memory,
+)
 
 KINDS = {  # kind -> module:function that makes a scorer
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",

@@ -12,7 +12,7 @@ from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.models import lora, weights
 from orrery.models.weights import hf_tensors
-from orrery.runtime.preemption import Preempted
+from orrery.runtime.process_control import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import base_sha256

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
-from orrery.runtime.preemption import Preempted
+from orrery.runtime.process_control import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import weights_path
 from orrery.trainer.checkpoint_writer import StageCheckpoints

@@ -27,7 +27,7 @@ import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
 from orrery.manifest.publish import publish_folder, write_atomic
-from orrery.runtime.parent_watch import START, die_with_parent
+from orrery.runtime.process_control import START, die_with_parent
 from orrery.runtime.run_directory import CHECKPOINT_TARGET
 from orrery.runtime.timing import scaled
 from orrery.wire import checkpoints, nfs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import RunFailed
 from orrery.orchestrator.engines.messages import START_VERSION, UpdateFailed, WeightsDiffer
-from orrery.runtime import preemption
+from orrery.runtime import process_control
 from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 
@@ -87,7 +87,7 @@ class EngineRecovery:
         url = pool.engines[index].url
         role = f"inference.{index}"
         await asyncio.to_thread(
-            preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
+            process_control.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
         # A slow router must not delay the engine's restart.
         await self.dismiss(url)

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from orrery.manifest.errors import OrreryError
 from orrery.models import lora, weights
 from orrery.models.placement import local_tensor
-from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.process_control import die_with_parent
 from orrery.trainer.bench import BenchRequest, micro_batches
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.out_of_memory import describe_error, device_bytes, is_out_of_memory
