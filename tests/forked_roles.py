@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
 
-from orrery.runtime.token import handed_over
+from orrery.runtime.network import handed_over
 
 CLONE_NEWNET = 0x40000000
 _context = multiprocessing.get_context("forkserver")

@@ -21,8 +21,7 @@ from listeners import listening, undeclared
 from orrery.manifest.identity import canonical_json, load, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
-from orrery.runtime.network import LOOPBACK
-from orrery.runtime.token import Purpose, authorization
+from orrery.runtime.network import LOOPBACK, Purpose, authorization
 from orrery.wire.checkpoints import steps, verify, whole_dir
 from orrery.wire.columns import read_batch
 from orrery.wire.weight_wire import weight_dir

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.inference.plugin import GENERATE, RequireToken
 from orrery.inference.router import AUTHORIZED, Front
 from orrery.manifest.identity import load, run_dir
-from orrery.runtime import token as observed
+from orrery.runtime import network as observed
 from orrery.runtime.metrics import read
-from orrery.runtime.token import Purpose, authorization
+from orrery.runtime.network import Purpose, authorization
 from orrery.wire import rollout_wire, sockets
 from orrery.wire.columns import Columns
 from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
@@ -201,7 +201,7 @@ def main() -> None:
         "--costs", action="store_true", help="print the costs of one check, and end"
     )
     is_costs_alone = parser.parse_args().costs
-    observed._kept = TOKEN
+    observed._token = TOKEN
     request = asyncio.run(of_requests())
     with_s, without_s = asyncio.run(batches_s(True)), asyncio.run(batches_s(False))
     direct_s = request["orchestrator"] + request["engine"]

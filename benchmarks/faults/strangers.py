@@ -35,8 +35,7 @@ from listeners import Socket, listening, undeclared
 
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
-from orrery.runtime.network import LOOPBACK
-from orrery.runtime.token import Purpose, authorization, credential
+from orrery.runtime.network import LOOPBACK, Purpose, authorization, credential
 from orrery.wire.weight_wire import coordinator, weight_dir
 from record import parser_of, record
 from workspace import workspace_with

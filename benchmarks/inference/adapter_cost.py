@@ -24,7 +24,7 @@ from throughput import SERVE, manifest, prompts, stage
 
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.client import EngineClient
-from orrery.runtime.token import run_token
+from orrery.runtime.network import run_token
 from orrery.wire.rendezvous import await_endpoints
 from orrery.wire.weight_wire import served_model
 from record import parser_of, record

@@ -16,7 +16,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
 from orrery.manifest.plan import check_supported
 from orrery.manifest.schema import Manifest
-from orrery.runtime.token import TOKEN_FILE
+from orrery.runtime.network import TOKEN_FILE
 
 WEIGHTS, TIERS, TOKEN_FOLDER = Path("/policy"), Path("/tiers"), Path("/run/orrery")
 PORT, BEHIND_PROXY_PORT = 8000, 8200

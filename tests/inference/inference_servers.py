@@ -20,7 +20,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.messages import EngineGone
 from orrery.orchestrator.engines.pool import EnginePool
-from orrery.runtime.token import handed_over
+from orrery.runtime.network import handed_over
 
 Process = subprocess.Popen | ForkedRole
 REPOSITORY = Path(__file__).resolve().parents[2]

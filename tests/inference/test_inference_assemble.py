@@ -43,8 +43,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.schema.inference import EngineShape
 from orrery.runtime import network
+from orrery.runtime.network import Purpose, authorization
 from orrery.runtime.timing import scaled
-from orrery.runtime.token import Purpose, authorization
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import UPDATE_S, request_s
 
@@ -476,7 +476,7 @@ def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
     ],
 )
 def test_the_door_opens_to_a_paths_own_credential_only(monkeypatch, token, path, given, status):
-    monkeypatch.setattr("orrery.runtime.token._kept", token or "")
+    monkeypatch.setattr("orrery.runtime.network._token", token or "")
     client = TestClient(RequireToken(PlainTextResponse("in")))
     assert client.post(path, headers=given).status_code == status
 

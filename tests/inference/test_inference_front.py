@@ -20,8 +20,8 @@ from starlette.routing import Route
 from orrery.inference.plugin import RequireToken
 from orrery.inference.router import ROUTES
 from orrery.orchestrator.engines.client import EngineClient, RouterClient
+from orrery.runtime.network import Purpose, credential
 from orrery.runtime.role_context import parse_role
-from orrery.runtime.token import Purpose, credential
 from orrery.wire import rendezvous
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -95,7 +95,7 @@ class StandIn:
 @pytest.fixture(scope="module")
 def engines():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orrery.runtime.token._kept", TOKEN)
+        patch.setattr("orrery.runtime.network._token", TOKEN)
         found = [StandIn(), StandIn()]
     yield found
     for each in found:

@@ -9,7 +9,7 @@ import pytest
 
 from orrery.inference import router
 from orrery.inference.router import MAX_HEAD_BYTES, Front
-from orrery.runtime.token import Purpose, authorization
+from orrery.runtime.network import Purpose, authorization
 
 TOKEN = "of-this-run"
 GENERATE = "/inference/v1/generate"

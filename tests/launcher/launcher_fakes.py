@@ -21,9 +21,9 @@ import psutil
 
 from orrery.manifest.errors import OrreryError, OutOfMemory, RunFailed
 from orrery.runtime import process_control, run_directory
+from orrery.runtime.network import run_token
 from orrery.runtime.role_context import role_process
 from orrery.runtime.run_directory import memory_prefix
-from orrery.runtime.token import run_token
 from orrery.wire import rendezvous
 
 

@@ -219,7 +219,7 @@ def test_roles_without_containers_import_the_copied_code(inside, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setattr(of_allocation, "commit", lambda root: f"of {root}")
     where = (
-        "import importlib.metadata as m, orrery.runtime.token as t; print(t.__file__);"
+        "import importlib.metadata as m, orrery.runtime.network as t; print(t.__file__);"
         "print([e.value for e in m.entry_points(group='vllm.general_plugins', name='orrery')])"
     )
     find = f'{sys.executable} -c "{where}" >{tmp_path}/found.$$'
@@ -235,7 +235,7 @@ def test_roles_without_containers_import_the_copied_code(inside, monkeypatch):
         assert f"PYTHONPATH={code}{os.pathsep}/mine\n" in variables
         assert f"ORRERY_COMMIT=of {ROOT}\n" in variables
     for found in tmp_path.glob("found.*"):
-        own = f"{code}/orrery/runtime/token.py", "['orrery.inference.plugin:register']"
+        own = f"{code}/orrery/runtime/network.py", "['orrery.inference.plugin:register']"
         assert tuple(found.read_text().splitlines()) == own
 
 

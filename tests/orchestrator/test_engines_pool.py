@@ -191,7 +191,7 @@ class Engines:
 
 @pytest.fixture
 def ctx(tmp_path, monkeypatch):
-    monkeypatch.setattr("orrery.runtime.token._kept", "t")
+    monkeypatch.setattr("orrery.runtime.network._token", "t")
     monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     yield ctx

@@ -269,11 +269,11 @@ def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables
 import asyncio
 import orrery.tasks.reasoning_gym as gym
 from orrery.runtime.process_control import drop_privileges
-from orrery.runtime.token import take
+from orrery.runtime.network import take_token
 from orrery.tasks.scorer_pool import ScorerPool
 if {asks_as == "an ordinary user"}:
     drop_privileges()
-token = take()
+token = take_token()
 assert len(token) == {len(token)}
 item = gym.Family("spiral_matrix", {{}}).dataset(0)[0]
 files = "itself", "a program that it starts"

@@ -27,7 +27,7 @@ TOKEN = "5f0e7a3cb1d94e2aa6c8d0b7e9f1a2c3"
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
-    monkeypatch.setattr("orrery.runtime.token._kept", TOKEN)
+    monkeypatch.setattr("orrery.runtime.network._token", TOKEN)
     monkeypatch.setattr(module, "REPEAT_S", 0.05)
 
 

@@ -333,10 +333,10 @@ async def test_columns_that_the_reader_keeps_are_never_overwritten(wire):
 
 
 async def test_another_runs_token_gets_nothing(monkeypatch):
-    monkeypatch.setattr("orrery.runtime.token._kept", "ours")
+    monkeypatch.setattr("orrery.runtime.network._token", "ours")
     async with wire_of() as wire:
         await wire.sender.send(batch_of(1))
-        monkeypatch.setattr("orrery.runtime.token._kept", "theirs")
+        monkeypatch.setattr("orrery.runtime.network._token", "theirs")
         stranger = wire.receiver()
         with pytest.raises(
             RunFailed,
@@ -345,7 +345,7 @@ async def test_another_runs_token_gets_nothing(monkeypatch):
             await taken(stranger, 1, deadline_s=DEADLINE_S)
         assert await wire.sender.wanted() == -1
         assert wire.sender.num_foreign >= 1
-        monkeypatch.setattr("orrery.runtime.token._kept", "ours")
+        monkeypatch.setattr("orrery.runtime.network._token", "ours")
         check(*await taken(wire.receiver(), 1), batch_of(1))
 
 

@@ -28,7 +28,7 @@ NUM_MALFORMED = 1000
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
-    monkeypatch.setattr("orrery.runtime.token._kept", TOKEN)
+    monkeypatch.setattr("orrery.runtime.network._token", TOKEN)
 
 
 @pytest.fixture
@@ -164,9 +164,9 @@ async def test_who_takes_a_freed_port_learns_nothing_of_use():
 async def test_a_huge_message_takes_no_memory(has_token):
     stranger = f"""
 import zmq
-from orrery.runtime import token
+from orrery.runtime import network
 from orrery.wire import sockets
-token._kept = {TOKEN!r}
+network._token = {TOKEN!r}
 context = zmq.Context()
 dealer = context.socket(zmq.DEALER)
 if {has_token}:

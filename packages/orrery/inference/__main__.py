@@ -28,9 +28,9 @@ from orrery.inference.assemble import (
 from orrery.inference.kv_connectors import connect, disk_folder
 from orrery.inference.patches import registry
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.runtime.network import run_token
 from orrery.runtime.role_context import RoleContext, role_process
 from orrery.runtime.run_directory import weights_path
-from orrery.runtime.token import run_token
 
 SERVE = "serve"
 MAX_CPU_CACHE_BYTES = 4 << 30

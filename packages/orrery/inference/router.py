@@ -28,11 +28,17 @@ import uvloop
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.runtime.health import beating_loop
-from orrery.runtime.network import LOOPBACK, free_ports, without_proxy
+from orrery.runtime.network import (
+    LOOPBACK,
+    Purpose,
+    authorization,
+    free_ports,
+    run_token,
+    without_proxy,
+)
 from orrery.runtime.process_control import die_with_parent
 from orrery.runtime.role_context import RoleContext, log_level, role_process
 from orrery.runtime.timing import scaled
-from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER, request_s
 

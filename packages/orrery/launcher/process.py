@@ -22,12 +22,11 @@ from orrery.launcher.site import Site
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.machine import missing_gpu
 from orrery.manifest.plan import ENGINE_ROLES, ProcessPlan
-from orrery.runtime.network import INTERFACE, free_ports
+from orrery.runtime.network import INTERFACE, STANDARD_INPUT, TOKEN_FILE, free_ports, handed_over
 from orrery.runtime.process_control import LAUNCHER_PID, START
 from orrery.runtime.role_context import LOG_LEVEL, log_level
 from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
-from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
 PROCESS = "ORRERY_PROCESS"  # variable with process name and restart number: `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)

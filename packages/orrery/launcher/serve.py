@@ -31,6 +31,7 @@ from orrery.manifest.json_file import read_object
 from orrery.manifest.plan import ProcessPlan, check_supported
 from orrery.runtime import network
 from orrery.runtime.health import read_health
+from orrery.runtime.network import TOKEN_FILE, take_token
 from orrery.runtime.run_directory import (
     MANIFEST,
     SITE_FILE,
@@ -44,7 +45,6 @@ from orrery.runtime.run_directory import (
     weights_path,
     whole_checkpoints,
 )
-from orrery.runtime.token import TOKEN_FILE, take
 
 STAGE = "serve"
 MODULE = "orrery.inference"
@@ -148,7 +148,7 @@ def _token() -> tuple[str, str]:
     if not file:
         token = secrets.token_hex(16)
         return token, token
-    if token := take():
+    if token := take_token():
         return ("<token>" if file == "-" else f"$(cat {file})"), token
     raise OrreryError(
         f"{TOKEN_FILE}: {file} is empty. Write a token into it, such as {secrets.token_hex(16)}"

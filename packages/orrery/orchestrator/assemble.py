@@ -17,11 +17,11 @@ from orrery.orchestrator.guests.host import GuestHost
 from orrery.orchestrator.loop import Loop, PreemptionWatch
 from orrery.orchestrator.rollout import WorkerThread
 from orrery.orchestrator.scheduler import Scheduler
+from orrery.runtime.network import run_token
 from orrery.runtime.process_control import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import weights_path
 from orrery.runtime.timing import scaled
-from orrery.runtime.token import run_token
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.wire import checkpoints, rendezvous

@@ -32,7 +32,6 @@ from orrery.runtime.metrics import MetricsFile, UsageRows
 from orrery.runtime.process_control import EXIT_PREEMPTED, ParentWatch, Preempted
 from orrery.runtime.run_directory import MANIFEST
 from orrery.runtime.timing import scaled
-from orrery.runtime.token import take
 
 if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
@@ -146,7 +145,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         usage.start()
     try:
         set_level()
-        take()  # the token, before a child inherits standard input
+        network.take_token()  # before a child inherits standard input
         yield ctx
     except Preempted as end:
         ctx.health.preempted(end.step)

@@ -16,9 +16,9 @@ import msgspec
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
+from orrery.runtime.network import run_token
 from orrery.runtime.run_directory import endpoints_dir
 from orrery.runtime.timing import scaled
-from orrery.runtime.token import run_token
 from orrery.wire import nfs
 
 if TYPE_CHECKING:

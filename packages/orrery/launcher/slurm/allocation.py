@@ -36,8 +36,8 @@ from orrery.launcher.slurm.queue import Component, components, gres, nodes
 from orrery.manifest.identity import COMMIT, Workspace, commit
 from orrery.manifest.plan import ENGINE_ROLES, NodeGroup, ProcessPlan, StagePlan
 from orrery.manifest.schema import Hardware
+from orrery.runtime.network import handed_over
 from orrery.runtime.run_directory import SHARED_MEMORY, log_path, logs_dir
-from orrery.runtime.token import handed_over
 
 CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 LOOK_S = 0.2

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.runtime.token import Purpose, authorization
+from orrery.runtime.network import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 from orrery.wire.sockets import NOT_OF_THE_PROTOCOL

@@ -41,10 +41,10 @@ from orrery.orchestrator.guests.messages import (
     Told,
 )
 from orrery.runtime.health import beating_loop
+from orrery.runtime.network import run_token
 from orrery.runtime.role_context import RoleContext, role_process
 from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
-from orrery.runtime.token import run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 from orrery.wire.sockets import NOT_OF_THE_PROTOCOL
