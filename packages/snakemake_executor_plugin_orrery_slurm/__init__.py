@@ -1,9 +1,9 @@
 """Run each Snakemake rule of the pipeline as one Slurm job.
 
-- The executor waits for a job that Slurm requeues. It never resubmits.
-- When interrupted, it cancels every job that it submitted.
+- The executor waits for requeued jobs. It never resubmits.
+- When interrupted, it cancels its jobs.
 
-It replaces snakemake-executor-plugin-slurm, which has no heterogeneous jobs and treats an unknown
+It replaces snakemake-executor-plugin-slurm, which lacks heterogeneous jobs and treats an unknown
 job state as success.
 """
 
@@ -37,9 +37,9 @@ from orrery.runtime.run_directory import log_path, logs_dir
 PAUSES_S = (2.0, 10.0, 30.0)
 NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try again"
 AWAY = re.compile(NO_ANSWER, re.IGNORECASE)
-LOST_S = 120.0  # time for Slurm to requeue a job that lost its node
-ENDING_S, ENDING_POLL_S = 300.0, 2.0  # maximum wait for Slurm to clean up after an earlier job
-UNKNOWN_S = 300.0  # time limit for an unknown state, because accounting may be late
+LOST_S = 120.0  # maximum wait until Slurm requeues a job of a lost node
+ENDING_S, ENDING_POLL_S = 300.0, 2.0  # maximum wait for Slurm to clean up an earlier job
+UNKNOWN_S = 300.0  # maximum time of an unknown state, because accounting may be late
 TOO_LITTLE_BYTES = 64 << 10  # with less free space, an empty log means a full disk
 
 common_settings = CommonSettings(
@@ -63,7 +63,7 @@ class Executor(RemoteExecutor):
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # job id → time when its state became lost or unknown
-        self._going: list[str] = []  # kept because Snakemake's list is empty during checks
+        self._going: list[str] = []  # Snakemake's own list is empty during checks
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
@@ -96,7 +96,7 @@ class Executor(RemoteExecutor):
     def _submit(
         self, run_dir: Path, stage: str, command: list[str], script: str | None = None
     ) -> queue.SlurmJob:
-        """Return the stage's job from an earlier Snakemake process, or submit a new job.
+        """Return the stage's job from an earlier Snakemake process, or submit one.
 
         Retry if Slurm's controller does not answer.
         """
@@ -126,7 +126,7 @@ class Executor(RemoteExecutor):
             if time.monotonic() > limit_s:
                 raise OrreryError(
                     f"{ended} is still completing after {ENDING_S:.0f} s. Type `squeue --me` to "
-                    "see its nodes. If they do not end it, ask the cluster's operators"
+                    "see its nodes, and ask the cluster's operators to end it"
                 )
             if not is_told:
                 self.logger.info(f"{stage} of {run_dir.name} waits until {ended} has completed")

@@ -34,12 +34,12 @@ def test_a_new_folder_has_the_layout_and_an_old_one_does_not_get_it(tmp_path):
     [
         (
             None,
-            "an older release of Orrery began this run (layout 1, and this release reads layout "
-            f"{LAYOUT} alone)",
+            "an older release of Orrery began this run (layout 1, and this release reads only "
+            f"layout {LAYOUT})",
         ),
         (str(LAYOUT + 1), "a newer release of Orrery began this run"),
-        ("", "does not hold a number"),
-        ("two", "does not hold a number"),
+        ("", "not a number"),
+        ("two", "not a number"),
     ],
 )
 def test_another_layout_is_refused_with_what_to_type(tmp_path, content, sentence):

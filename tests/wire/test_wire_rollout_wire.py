@@ -392,7 +392,7 @@ with role_process("orchestrator") as ctx:
         assert role.returncode == 0, role.stderr
     else:
         assert role.returncode == 1 and role.stderr.splitlines()[-1].startswith(
-            "error: the run's token: a launcher started this process without"
+            "error: the run's token: none came from the launcher"
         )
 
 

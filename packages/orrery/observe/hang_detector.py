@@ -1,6 +1,6 @@
 """Find stalls: processes that will make no more progress.
 
-The text of a wait must name the awaited roles or processes. Stalls are:
+A wait's text must name the awaited roles or processes. Stalls:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline.
@@ -25,7 +25,7 @@ from orrery.runtime.health import (
 )
 
 GRACE_S = 10.0
-DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender's end
+DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender ended
 STILL_S = 40.0  # low, so that a stalled stage ends within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
@@ -108,7 +108,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the seconds since the event loop's last heartbeat if above the limit, or None."""
+    """Return the seconds since the event loop's last heartbeat, or None within the limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
@@ -181,15 +181,15 @@ class _SeenRank:
 
 
 class RankStallDetector:
-    """Find the ranks that delay their role.
+    """Find the ranks that stall their role.
 
-    A role has stalled when each of its ranks is in one of these states. A rank's limit is its
-    reported `still_s`, or else the detector's. Heartbeats are not progress.
+    A role has stalled when each rank is in one of these states. A rank's limit is its reported
+    `still_s`, by default the detector's. Heartbeats are not progress.
 
-    - silent: the rank sent no expected heartbeat within its limit.
-    - held: the rank is in a collective, without progress within its limit.
-    - still: the rank is outside collectives, without progress within its reported limit.
-    - late: the rank waits, another is held, and no rank made progress for the wait's `behind_s`.
+    - silent: no expected heartbeat within its limit.
+    - held: no progress within its limit, in a collective.
+    - still: no progress within its reported limit, outside collectives.
+    - late: it waits, another rank is held, and no rank made progress for the wait's `behind_s`.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed even without a stall.
@@ -296,8 +296,8 @@ class _SeenHealth:
 class HealthView:
     """Convert health reports to the reader's monotonic clock, because hosts' wall clocks differ.
 
-    A change counts from the time when the reader first saw it, and its deadline shifts equally. A
-    pause between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
+    A change counts from when the reader first saw it, and its deadline shifts equally. A pause
+    between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
     """
 
     def __init__(self) -> None:
@@ -307,7 +307,7 @@ class HealthView:
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Return reports `said` with times on the reader's clock. `clock_s`: monotonic time now."""
+        """Return `said` with times on the reader's clock. `clock_s`: monotonic time now."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():

@@ -1,8 +1,8 @@
 """Show a running stage as a panel or a line, and send metric rows to TensorBoard and W&B.
 
-Metric names start with the row's event (`evaluation/<task>/reward_mean`) or, without one, its role.
-TensorBoard's step is `step`, `version` or, without both, seconds since the first row.
-A sink is removed after an error.
+- Metric names start with the row's event (`evaluation/<task>/reward_mean`), otherwise its role.
+- TensorBoard's step is `step`, otherwise `version`, otherwise seconds since the first row.
+- A sink is removed after an error.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Code of all processes of a run. Start with `role_context.py`."""
+"""Code of all processes of a run."""

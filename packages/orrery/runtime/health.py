@@ -1,8 +1,8 @@
-"""Write and read health files: a process's activity and open waits.
+"""Write and read health files, each with a process's activity and open waits.
 
-Writes replace `stages/<stage>/health/<role>.<i>.json` atomically, without fsync. `time_s`: time of
-the last change except heartbeats. `clock_s`: that time on the host's monotonic clock. `boot`: the
-host's boot id.
+- A write replaces `stages/<stage>/health/<role>.<i>.json` atomically, without fsync.
+- `time_s`: time of the last change, heartbeats excluded. `clock_s`: the same on the host's
+  monotonic clock. `boot`: the host's boot id.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # maximum time between heartbeats, as NFS may delay them by a minute
+HANG_S = 90.0  # maximum time between heartbeats. NFS may delay them by a minute.
 
 
 @dataclass(frozen=True)
 class Wait:
     """A wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: limit of the role's time without progress, while another rank hangs in a collective.
+    `behind_s`: time without progress of the role, after which this rank is late (`hang_detector`).
     """
 
     what: str
@@ -279,7 +279,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return health by process name, of one attempt or (None) of all. Skip unreadable files."""
+    """Return health by process name. `attempt` None: all attempts. Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:
@@ -293,7 +293,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats. If they stop, the launcher ends the process."""
+    """Write event-loop heartbeats. Without them, the launcher ends the process."""
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield

@@ -3,7 +3,7 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`
-- If an attempt resumes at step n, its rows replace older attempts' rows from there.
+- An attempt that resumes at step n replaces older attempts' rows from step n on.
 """
 
 import json
@@ -75,7 +75,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk may store part of it
+            while line:  # a full disk stores part of it
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -145,7 +145,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces. `add` all rows before calling `counts`."""
+    """Find rows that no newer attempt replaces. `add` all rows before `counts`."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -196,7 +196,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)`. Raise a file's OSError after reading the others."""
+        """Yield `(process, row)`. Raise a file's OSError after reading all other files."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -236,7 +236,7 @@ class Stat:
 
 
 def parse_stat(stat: str) -> Stat:
-    """Parse /proc/<pid>/stat. Process names may contain spaces and brackets."""
+    """Parse /proc/<pid>/stat. Names may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 

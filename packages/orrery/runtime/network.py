@@ -1,6 +1,6 @@
 """Find a role's address and ports, and authenticate callers with the run's secret token.
 
-- Roles never listen on all interfaces. ORRERY_INTERFACE names the one, by default loopback.
+- Roles listen on one interface: ORRERY_INTERFACE, by default loopback.
 - Environment variables and arguments never contain the token. A process with it hides its memory.
 - ORRERY_TOKEN_FILE is `-` for standard input, or a file, such as a Kubernetes secret.
 - Each request carries a credential for one `Purpose`, derived from the token.
@@ -84,10 +84,7 @@ def adjoining_ports(count: int, host: str) -> int:
             for port in range(first, first + count):
                 held.enter_context(socket.socket()).bind((host, port))
             return first
-    raise RunFailed(
-        f"ports {PORTS.start} to {PORTS.stop - 1}: {host} has no {count} free ones in a row; end "
-        "programs that use them (`ss -ltnp`)"
-    )
+    raise _too_few_ports(host, f"no {count} free ones in a row")
 
 
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
@@ -104,11 +101,15 @@ def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> lis
                 continue
             found.append(port)
     if len(found) < count:
-        raise RunFailed(
-            f"ports {PORTS.start} to {PORTS.stop - 1}: {host} has {len(found)} free, but {count} "
-            "are needed; end programs that use them (`ss -ltnp`)"
-        )
+        raise _too_few_ports(host, f"{len(found)} free, but {count} are needed")
     return found
+
+
+def _too_few_ports(host: str, found: str) -> RunFailed:
+    return RunFailed(
+        f"ports {PORTS.start} to {PORTS.stop - 1}: {host} has {found}; end programs that use them "
+        "(`ss -ltnp`)"
+    )
 
 
 # Token
@@ -116,7 +117,7 @@ def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> lis
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # time limit to receive the token through srun
+TAKE_S = 60.0  # maximum wait for the token through srun
 
 _token = ""
 
@@ -184,9 +185,8 @@ def run_token() -> str:
     token = take_token()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
-            "the run's token: a launcher started this process without the token on standard input; "
-            "without it, any program could act as a role of this run; make Slurm or the container "
-            "pass on standard input, then run again"
+            "the run's token: none came from the launcher on standard input, so any program could "
+            "act as a role of this run; make Slurm or the container pass on standard input"
         )
     return token
 
@@ -205,5 +205,5 @@ def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
 
 
 def derived_key(purpose: str) -> bytes:
-    """Return a 32-byte key for `purpose`, computable only with the token."""
+    """Return a 32-byte key for `purpose`, derived from the token."""
     return hmac.digest(run_token().encode(), purpose.encode(), "sha256")

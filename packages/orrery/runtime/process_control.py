@@ -1,7 +1,7 @@
 """Isolate processes, end them after their parent, preempt a stage, and kill engines.
 
-- Orphans: a role polls its parent (`ParentWatch`), and kills its own process group if the parent
-  ends. Third-party programs need `preexec_fn=die_with_parent`.
+- Orphans: a role polls its parent (`ParentWatch`), and kills its own process group when the parent
+  ends. Other programs need `preexec_fn=die_with_parent`.
 - Preemption: near the job's time limit, the launcher writes `stages/<stage>/wind_down`. The
   orchestrator then stops all trainer ranks at one step.
 - Fence: for an unresponsive engine, the orchestrator writes
@@ -59,7 +59,7 @@ def hide_memory() -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all Linux capabilities permanently, even as root."""
+    """Drop all Linux capabilities permanently."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(CAPABILITIES):  # no effect unless root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -118,7 +118,7 @@ PREEMPTIBLE = ("rl",)
 
 
 class Preempted(Exception):
-    """The stage stopped after batch `step` (0: before the first batch) and can resume."""
+    """The stage stopped after batch `step` (0: before any batch) and can resume."""
 
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")

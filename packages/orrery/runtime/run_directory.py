@@ -1,8 +1,8 @@
-"""A run's directory: paths, layout version, attempts and checkpoints.
+"""Name the paths of a run's directory, and manage its layout, attempts and checkpoints.
 
 - Runs of another LAYOUT are refused, not migrated.
-- Every start of a run is an attempt. An exclusive, synced mkdir of `attempts/<k>/` begins it, so
-  launchers never share an attempt.
+- Every start of a run is an attempt. An exclusive mkdir of `attempts/<k>/` begins it, so launchers
+  never share one.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so older processes never change
   newer checkpoints.
 """
@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 STATUS = "status.json"
 SITE_FILE = "site.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # run and stage that this run continues (`orrery adopt`)
+ADOPTED = "adopted.json"  # the run that this run continues (`orrery adopt`)
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -45,7 +45,7 @@ def done_path(run_dir: Path, stage: str) -> Path:
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file of a stage's verified inputs, {path: sha256}."""
+    """Return the file of verified inputs, {path: sha256}."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -97,7 +97,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights. `name`: stage, `step_<n>` (export) or WIRE (policy versions)."""
+    """Return a weights folder. `name`: stage, `step_<n>` (export) or WIRE (policy versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -135,14 +135,14 @@ def check_layout(run_dir: Path) -> None:
         found = 1  # layout 1 had no layout file
     except ValueError:
         raise OrreryError(
-            f"{file}: does not hold a number; write {LAYOUT} if this release began the run, or "
+            f"{file}: not a number; write {LAYOUT} if this release began the run, or "
             f"{_anew(run_dir)}"
         ) from None
     if found != LAYOUT:
         which = "an older" if found < LAYOUT else "a newer"
         raise OrreryError(
             f"{run_dir}: {which} release of Orrery began this run (layout {found}, and this "
-            f"release reads layout {LAYOUT} alone); finish it with that release, or "
+            f"release reads only layout {LAYOUT}); finish it with that release, or "
             f"{_anew(run_dir)}"
         )
 
@@ -218,7 +218,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# Environment variable: fsspec URL for copies of checkpoints
+# environment variable: fsspec URL for checkpoint copies
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -235,7 +235,7 @@ def memory_prefix(run_dir: Path) -> str:
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of checkpoint copies in /dev/shm. They stay until saved to disk."""
+    """Return the prefix of checkpoint copies in /dev/shm, which stay until saved to disk."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -258,8 +258,8 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    Cache keys depend on policy versions. A new run in this folder repeats these, and therefore gets
-    another prefix.
+    A new run in this folder gets another prefix, because it repeats the policy versions in cache
+    keys.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -271,7 +271,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the short prefix of engines' socket folders. The kernel allows 107 bytes."""
+    """Return the prefix of engines' socket folders. Socket paths have at most 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

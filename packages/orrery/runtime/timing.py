@@ -1,7 +1,4 @@
-"""Scale deadlines for slow machines, adapt the period of metrics, and format durations.
-
-ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines.
-"""
+"""Scale deadlines by ORRERY_DEADLINE_SCALE (default 1), pace metrics, and format durations."""
 
 import math
 import os
@@ -23,7 +20,7 @@ def scaled(seconds: float) -> float:
     if not (math.isfinite(scale) and scale > 0):
         raise OrreryError(
             f"{SCALE}: {text!r} is not a positive number; set [roles] deadline_scale in the site "
-            f"file to a positive number, such as 1.0"
+            f"file to one, such as 1.0"
         )
     return seconds * scale
 
@@ -41,7 +38,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:
             return False
-        # Count from the due time, because a row may come a little early.
+        # Count from the due time, because a row may come early.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

@@ -1,7 +1,7 @@
 """Read a report's data once from a run directory.
 
-If several attempts trained a step, the newest attempt's row counts. Curves with more than POINTS
-points are thinned to means, extremes or maxima of intervals.
+If several attempts trained a step, the newest attempt's row counts. Curves with over POINTS points
+are thinned to means, extremes or maxima of intervals.
 """
 
 import logging
@@ -225,7 +225,7 @@ class RunData:
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites refused, for example for false answers
+    refused_sites: Table  # sites refused, such as for false answers
     admission: Table
     engines: Mapping[int, Table]
     usage: Sequence[Row]
@@ -270,7 +270,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """Return pairs (version, max log-prob difference of trainer and engine with equal weights)."""
+    """Return pairs (version, max |Δ log-prob| of trainer and engine with equal weights)."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
@@ -293,7 +293,7 @@ def _done(path: Path) -> Row:
     for key in ("attempt", "started_s", "ended_s", "wall_s"):
         if not isinstance(row.get(key), int | float):
             raise OrreryError(
-                f"{path}: {key} is not a number, so this marker was edited or damaged; {remedy}"
+                f"{path}: {key} is not a number, so this marker was damaged; {remedy}"
             )
     return row
 

@@ -1,6 +1,6 @@
 """Draw the report's figures. Figure functions return None without data.
 
-A function's docstring is its figure's caption on the page.
+A function's docstring is its figure's caption.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Write a run's report as one self-contained HTML file, and its summary line."""
+"""Render a run's report as one self-contained HTML page, and its summary line."""
 
 import json
 from collections.abc import Callable
@@ -229,7 +229,7 @@ NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
-    """Return rows (name, planned, measured median). The plan uses the run's mean rollout length."""
+    """Return (name, planned, measured median). The plan uses the run's mean rollout length."""
     with reading("metrics/"):
         steps = _values(run.rl, "num_tokens")
         tokens = mean(steps) / run.manifest.orchestrator.rollouts_per_batch if steps else 0
@@ -261,7 +261,7 @@ def _compared(run: RunData, budget: RunBudget) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # the whole step, because engines wait for a slower trainer
+            / budget.step_s,  # because engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),
