@@ -46,7 +46,7 @@ def test_the_command_that_is_printed_for_an_empty_tokenizer_mends_the_run(tmp_pa
     for _ in range(2):
         code, said = typed(f"orrery run {folder.name} sft")
         assert code and "Traceback" not in said
-        assert f"error: sft: {tokenizer} has 0 bytes, so it is not what init made; type `" in said
+        assert f"error: sft: {tokenizer} has 0 bytes, so it is not init's output; type `" in said
     assert not (folder / "logs" / "trainer.0.log").read_text().count("=== sft"), (
         "no process was started for it"
     )

@@ -232,7 +232,7 @@ def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, 
     with pytest.raises(
         OrreryError,
         match=(
-            rf"{two.path.name}: none of its stages is done, so it has no state to adopt. Start "
+            rf"{two.path.name}: no stage is done, so it has no state to adopt. Start "
             rf"elsewhere without it"
         ),
     ):

@@ -152,7 +152,7 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         assert code and "Traceback" not in err
         assert (
             f"{old}: an older release of Orrery began this run (layout 1, and this "
-            f"release reads layout 2 alone)" in err
+            f"release reads only layout 2)" in err
         )
     code, out, _ = orrery(capsys, "status")
     assert code == 0 and f"{new.name}: rl failed" in out and f"{old}: an older release" in out
@@ -181,14 +181,14 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         ),
         (("status", "text"), "did you mean "),
         (("stop", "reverse_text"), "is not running. Type"),
-        (("logs", "reverse_text", "trainer"), ": no process has written a log yet. Type `"),
+        (("logs", "reverse_text", "trainer"), ": no logs yet. Type `"),
         (("report", "reverse_text"), "not started"),
-        (("report", "--summary", "reverse_text"), "it has no report yet"),
+        (("report", "--summary", "reverse_text"), ": no report yet"),
         (("export", "reverse_text"), "not started"),
-        (("serve", "reverse_text"), "it has no weights of RL yet; type `snakemake"),
+        (("serve", "reverse_text"), "no weights of RL yet; type `snakemake"),
         (("serve", "reverse_tex"), "did you mean 'reverse_text'?"),
-        (("bench",), "no figure is named"),
-        (("bench", "a/b"), "is not a known figure"),
+        (("bench",), "bench: no figure. Type"),
+        (("bench", "a/b"), "not a known figure"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_non_zero_exit(checkout, capsys, words, sentence):
@@ -676,7 +676,7 @@ def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout,
     content = path.read_bytes()
     path.write_bytes(content + b"# newer\n")
     with pytest.raises(
-        OrreryError, match=rf"{file} is not the lock .* Type `orrery render {name}`"
+        OrreryError, match=rf"{file} differs from the lock .* Type `orrery render {name}`"
     ):
         job(name, "init")
     path.write_bytes(content + b"# newer\n")
@@ -684,7 +684,7 @@ def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout,
     done_path(made.run_dir, "init").touch()
     with pytest.raises(
         OrreryError,
-        match=rf"is not the lock .* and `orrery adopt {name} {made.run_dir.name}` to go on",
+        match=rf"differs from the lock .* and `orrery adopt {name} {made.run_dir.name}` to go on",
     ):
         job(name, "rl")
 

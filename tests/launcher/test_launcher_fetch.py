@@ -180,14 +180,14 @@ def test_a_second_fetch_keeps_the_folder_and_needs_no_network(place, own):
     (place.root / FOLDER / "config.json").write_text("{}")
     code, _, err = place.orrery("fetch", "model", NAME)
     assert code == 2
-    assert "is not the file of SHA256SUMS" in err
+    assert "differs from SHA256SUMS" in err
 
 
 def test_a_gated_model_names_the_page_and_the_variable(place, own):
     place.hub.add(NAME, own)
     place.hub.gated.add(f"models/{NAME}")
     error = place.refuse("model", NAME)
-    assert "is gated. Open http://127.0.0.1" in error
+    assert "is gated. Accept its terms at http://127.0.0.1" in error
     assert "set HF_TOKEN" in error
     assert place.orrery("fetch", "model", NAME, HF_TOKEN=TOKEN)[0] == 0
     cdn = [headers for _, path, headers in place.hub.requests if path.startswith("/cdn/")]
@@ -215,7 +215,7 @@ def test_a_slow_hub_is_asked_again_after_the_time_that_the_variable_says(place, 
 
 def test_missing_names_and_revisions_are_refused(place, own):
     place.hub.add(NAME, own)
-    assert "has no model of this name" in place.refuse("model", "tiny-labs/Other")
+    assert "has no such model" in place.refuse("model", "tiny-labs/Other")
     assert "has no revision 'v9'" in place.refuse("model", f"{NAME}@v9")
     assert "is no repository. Write OWNER/NAME" in place.refuse("model", "Tiny-0.1B")
     assert "HF_HUB_OFFLINE is set" in place.refuse("model", NAME, HF_HUB_OFFLINE="1")
@@ -232,7 +232,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_fetche
             "tokenizer_config.json",
             {"chat_template": None},
         ),
-        "tokens, and the embedding has 8 rows": ("config.json", {"vocab_size": 8}),
+        "tokens, but the embedding has 8 rows": ("config.json", {"vocab_size": 8}),
     }
     for number, (text, (file, fields)) in enumerate(cases.items()):
         place.hub.add(NAME, changed(own, tmp_path / str(number), file, **fields))
@@ -419,7 +419,7 @@ def test_a_dataset_without_a_card_is_read_by_the_names_of_its_files(place, tmp_p
     assert "held_out: { kind: 'fraction', fraction: 0.05 }," in sides.read_text()
     sides.write_text("// my own\n")
     code, _, err = place.orrery("fetch", "dataset", "tiny-labs/plain")
-    assert code == 2 and "exists and is not the axis of tiny-labs/plain. Rename that file" in err
+    assert code == 2 and "is not the axis of tiny-labs/plain. Rename that file" in err
     assert sides.read_text() == "// my own\n"
 
 

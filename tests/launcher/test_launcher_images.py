@@ -126,7 +126,7 @@ def test_an_image_that_was_never_built_says_what_to_type(checkout, built):
     with pytest.raises(
         OrreryError,
         match=(
-            r"there is no image cuda/inference; type `snakemake -s pipelines/images\.smk .* "
+            r"no image cuda/inference; type `snakemake -s pipelines/images\.smk .* "
             r"lock_cuda`"
         ),
     ):
@@ -153,9 +153,7 @@ def test_a_missing_file_is_named(checkout, built):
 def test_a_damaged_file_is_found_when_asked(checkout, built):
     built.write_bytes(b"something else")
     assert containers.find_image(checkout, built.parent, "trainer", "cpu") == built
-    with pytest.raises(
-        OrreryError, match=r"the file's sha256 differs from containers/images\.lock"
-    ):
+    with pytest.raises(OrreryError, match=r"its sha256 differs from containers/images\.lock"):
         containers.find_image(checkout, built.parent, "trainer", "cpu", verify=True)
 
 

@@ -51,15 +51,15 @@ def verify(run_dir: Path, stage: str, stages=STAGES) -> list[str]:
     [
         (
             lambda path: path.write_bytes(b""),
-            "has 0 bytes, so it is not what init made; make init again",
+            "has 0 bytes, so it is not init's output; make init again",
         ),
         (
             lambda path: path.write_bytes(b"Weights"),
-            "has another sha256 than receipt.json says, so it is not what init made",
+            "has another sha256 than receipt.json says, so it is not init's output",
         ),
         (
             lambda path: path.unlink(),
-            "cannot be read (No such file or directory), so it is not what init made",
+            "cannot be read (No such file or directory), so it is not init's output",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_stage_whose_input_is_damaged_starts_no_process_and_says_what_to_type(
     code, stderr = end(launch(run_dir, ("trainer", ["ready"])))
     assert code == 2 and not (run_dir / "ready.trainer.0").exists()
     assert (
-        f"rl: {run_dir}/weights/init/tokenizer.json has 0 bytes, so it is not what init made"
+        f"rl: {run_dir}/weights/init/tokenizer.json has 0 bytes, so it is not init's output"
         in stderr
     )
     assert (

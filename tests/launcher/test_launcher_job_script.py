@@ -197,7 +197,7 @@ def test_a_template_makes_the_job_script_with_every_component(tmp_path):
             'can only concatenate str (not "int") to str',
         ),
         ("#!/bin/bash\n{{ 1 // 0 }}{{ command }}", "integer division or modulo by zero"),
-        ("#!/bin/bash\n{{ sbatch }}\n", "the job would not start the stage"),
+        ("#!/bin/bash\n{{ sbatch }}\n", "lacks {{ command }}; write"),
         ("{{ command }}", "begins without '#!'"),
         (None, "cannot be read"),
     ],

@@ -234,7 +234,7 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
         (["rl"], "run 'rl': is neither a run nor a group of runs; "),
         (
             ["runs/FOLDERa/stages/rl/DONE"],
-            "no checked-in manifest is of run folder 'FOLDERa'; did you mean 'FOLDER'?",
+            "no checked-in manifest has run folder 'FOLDERa'; did you mean 'FOLDER'?",
         ),
         (
             ["./runs/FOLDER/stages/rk/DONE"],

@@ -278,16 +278,14 @@ def test_a_checkpoint_is_asked_of_a_launcher_that_has_started_alone(
     with stage.catch_signals() as interrupts, hold_lock(tmp_path):
         for status in (dead, replace(dead, state="stopped")):
             status.write(tmp_path)
-            with pytest.raises(OrreryError, match=r"its launcher is starting. Type the command"):
+            with pytest.raises(OrreryError, match=r"its launcher is starting. Try again"):
                 stop_run(tmp_path, on_cluster=True, checkpoint=True)
         assert not stay.exists() and not interrupts.preemption_requested
         replace(dead, launcher_pid=os.getpid()).write(tmp_path)
         assert "for a checkpoint" in stop_run(tmp_path, on_cluster=True, checkpoint=True)
         assert stay.exists() and interrupts.preemption_requested == (slurm_job is None)
         replace(dead, launcher_pid=os.getpid(), stage="sft").write(tmp_path)
-        with pytest.raises(
-            OrreryError, match="needs a running rl stage, but the sft stage is running"
-        ):
+        with pytest.raises(OrreryError, match="needs a running rl stage, but sft is running"):
             stop_run(tmp_path, on_cluster=True, checkpoint=True)
 
 

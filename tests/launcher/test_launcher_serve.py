@@ -60,7 +60,7 @@ def test_a_folder_is_served_wherever_it_is(tmp_path, monkeypatch):
     assert serve.check_folder(serve.folder_of(str(made), None)) == made
     monkeypatch.chdir(tmp_path)
     assert serve.folder_of("elsewhere", None) == made
-    with pytest.raises(OrreryError, match=r"^a/b: there is no such folder. Name a run"):
+    with pytest.raises(OrreryError, match=r"^a/b: no such folder. Name a run"):
         serve.folder_of("a/b", None)
 
 
@@ -68,8 +68,8 @@ def test_a_folder_is_served_wherever_it_is(tmp_path, monkeypatch):
     ("parts", "config", "sentence"),
     [
         ({"config": False}, None, "no config.json, so no Hugging Face folder"),
-        ({"weights": False}, None, "it has no model.safetensors, hence no weights"),
-        ({}, {"peft_type": "LORA"}, "names no architectures"),
+        ({"weights": False}, None, "no model.safetensors, hence no weights"),
+        ({}, {"peft_type": "LORA"}, "no architectures"),
         ({}, [], "config.json"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Define the `orrery` command, and run a stage's processes."""
+"""Define the `orrery` command, and run stages."""

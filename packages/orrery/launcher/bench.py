@@ -49,7 +49,7 @@ def figures(root: Path) -> list[Figure]:
         except (ValueError, KeyError, AttributeError) as error:
             raise OrreryError(
                 f"{path}: not a benchmark's record ({error!r}). "
-                f"Run its script again: `orrery bench {path.stem}`"
+                f"Run it again: `orrery bench {path.stem}`"
             ) from None
     return found
 
@@ -111,7 +111,7 @@ def run(root: Path, figure: str) -> int:
     else:
         near = nearest(figure, recorded)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(recorded)}"
-        raise OrreryError(f"benchmark {figure!r}: is not a known figure; {hint}")
+        raise OrreryError(f"benchmark {figure!r}: not a known figure; {hint}")
     print(f"+ {shlex.join(['python', *words])}", flush=True)
     return subprocess.run([sys.executable, *words], cwd=root.parent).returncode
 

@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # maximum wait for Slurm to end this process after a requeue
+REQUEUED_S = 600  # maximum wait after a requeue until Slurm ends this process
 
 app = typer.Typer(
     name="orrery",
@@ -97,8 +97,8 @@ def join(
 ) -> None:
     """Train at this site, as part of a run over several sites.
 
-    With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and the
-    other sites run `orrery lend`.
+    With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and
+    others run `orrery lend`.
     """
     from orrery.launcher.runs import check_shard, place_site
 
@@ -122,7 +122,7 @@ def lend(
         "certificates"
     ),
 ) -> None:
-    """Lend an inference engine on this machine to a run at another site, until that run ends.
+    """Lend an engine on this machine to a run at another site, until that run ends.
 
     The run must set `orchestrator.guests`.
     """
@@ -323,7 +323,7 @@ def restore(
     found = find(word, workspace)
     if not (target := load_site(workspace).roles.checkpoint_target):
         raise OrreryError(
-            "[roles] checkpoint_target: not set in the site file; set it to the copies' folder"
+            "[roles] checkpoint_target: missing in the site file; set it to the copies' folder"
         )
     begin(found.path)
     argv = [sys.executable, "-m", "orrery.trainer.uploader", "restore", target]
@@ -339,7 +339,7 @@ def report(
     word: RunWord,
     summary: Annotated[bool, typer.Option("--summary", help=SUMMARY_HELP)] = False,
 ) -> None:
-    """Write the report of a run, finished or not, and print its path."""
+    """Write a run's report, finished or not, and print its path."""
     import subprocess
 
     from orrery.launcher.runs import find, members, read_status, resume_command
@@ -353,7 +353,7 @@ def report(
             text = report_page(run.path).with_name("summary.txt")
             if not text.exists():
                 command = resume_command(run, "report")
-                raise OrreryError(f"{run.path.name}: it has no report yet. Type `{command}`")
+                raise OrreryError(f"{run.path.name}: no report yet. Type `{command}`")
             print(read_regular(text).decode(errors="replace").strip())
             name = run.manifest.name
             is_newest = len(runs) > 1 or word == name
@@ -413,11 +413,11 @@ def serve(
 
     The weights are weights/rl, or the newest result of `orrery export` if RL is not done.
 
-    The command prints the server's address, its token and an example curl command. The API is
-    OpenAI's, and the model has the folder's name.
+    The server's address, its token and a curl example are printed. The API is OpenAI's, and the
+    model has the folder's name.
 
-    Requests other than /health and /metrics need the header `Authorization: Bearer TOKEN`. The
-    token is random, or read from the file named in ORRERY_TOKEN_FILE (mode 0600).
+    All requests but /health and /metrics need the header `Authorization: Bearer TOKEN`. The token
+    is random, or read from the file named in ORRERY_TOKEN_FILE (mode 0600).
 
     The server listens on loopback, or on the network interface named in ORRERY_INTERFACE.
     CUDA_VISIBLE_DEVICES selects the GPU. On a cluster, run the command inside a job.
@@ -456,16 +456,14 @@ def bench(
         print(context.get_help())
         return
     if context.args:
-        raise OrreryError(
-            f"bench: there is no option {context.args[0]!r}. Type `orrery bench --help`"
-        )
+        raise OrreryError(f"bench: no option {context.args[0]!r}. Type `orrery bench --help`")
     root = find_workspace().root / "benchmarks"
     if figure is not None:
         raise typer.Exit(benchmarks.run(root, figure))
     if not table:
         raise OrreryError(
-            "bench: no figure is named. Type `orrery bench --table`, `orrery bench AREA/FIGURE`, "
-            "or `orrery bench trainer RUN`"
+            "bench: no figure. Type `orrery bench --table`, `orrery bench AREA/FIGURE`, or "
+            "`orrery bench trainer RUN`"
         )
     benchmarks.print_table(root)
 
@@ -497,7 +495,7 @@ def fetch_model(
 ) -> None:
     """Write weights/NAME and the config jsonnet/models/<name>_pretrained.libsonnet.
 
-    The command fetches safetensors, configs, tokenizer.json and the chat template, never code.
+    Fetch safetensors, configs, tokenizer.json and the chat template, never code.
     Tensor names and shapes must match config.json.
     """
     from orrery.launcher import fetch as fetching
@@ -522,10 +520,10 @@ def fetch_dataset(
 ) -> None:
     """Write datasets/NAME or datasets/NAME-CONFIG and jsonnet/tasks/<name>_fetched.libsonnet.
 
-    The command fetches JSONL, JSON, CSV, Parquet and Arrow files, never code.
+    Fetch JSONL, JSON, CSV, Parquet and Arrow files, never code.
 
-    With --shard K/N, it fetches every N-th file of the split train (or of the first split, if there
-    is no train), and all other splits. The same command with another K adds that shard.
+    With --shard K/N, fetch every N-th file of the split train (or of the first split, without
+    train), and all other splits. The same command with another K adds that shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -540,7 +538,7 @@ PROBE_HELP = "At a site with Slurm: examine its nodes, in one small job."
 def doctor(
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help=PROBE_HELP)] = True,
 ) -> None:
-    """Check whether this machine and the site's cluster can start runs, and print remedies."""
+    """Check whether this machine and the site's cluster can start runs. Print remedies."""
     from orrery.launcher.doctor import examine, examine_site
     from orrery.launcher.site import load_site
     from orrery.manifest.identity import find_workspace

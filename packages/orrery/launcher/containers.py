@@ -1,7 +1,7 @@
-"""Find each role's container image, and build the Apptainer command that runs the role.
+"""Find a role's container image, and build its Apptainer command.
 
-- An image has packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
-  `recipe` (digest of its source files).
+- Images have packages, not Orrery's code. `containers/images.lock` lists their sha256 and `recipe`
+  (digest of source files).
 - The command omits `--contain`, which hides /dev/shm and InfiniBand.
 - Environment variables pass as APPTAINERENV_*, because other users can read command lines.
 """
@@ -75,7 +75,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. Its digest lets Snakemake detect a rebuilt image."""
+    """Return the image's file name. By its digest, Snakemake detects a rebuilt image."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -89,38 +89,38 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the image file for `role`, which may also be an image's name.
+    """Return the image file of a role or image name.
 
-    Raise OrreryError if the file is missing, or differs from `images.lock` in its recipe or, with
-    `verify`, in its sha256.
+    Raise OrreryError if the file is missing, or if its recipe or (with `verify`) its sha256 differs
+    from `images.lock`.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
     build = f"snakemake -s pipelines/images.smk --cores all --config images={folder}"
     one = locked(workspace).get(name)
     if one is None:
-        raise OrreryError(f"{LOCK}: there is no image {name}; type `{build} lock_{hardware}`")
+        raise OrreryError(f"{LOCK}: no image {name}; type `{build} lock_{hardware}`")
     if one.recipe != recipe(workspace, image, hardware):
         raise OrreryError(
-            f"{LOCK}: the recipe of {name} has changed since its image was built; "
+            f"{LOCK}: the recipe of {name} has changed since the build; "
             f"type `{build} lock_{hardware}`"
         )
     path = images_dir / file_name(image, hardware, one.sif)
     if not path.is_file():
         raise OrreryError(
             f"{workspace.shown(path)}: the image is missing; "
-            f"type `{build} {image}_{hardware}`, or copy the file there"
+            f"type `{build} {image}_{hardware}`, or copy it there"
         )
     if verify and sha256(path) != one.sif:
         raise OrreryError(
-            f"{workspace.shown(path)}: the file's sha256 differs from {LOCK}; "
+            f"{workspace.shown(path)}: its sha256 differs from {LOCK}; "
             f"remove it and type `{build} {image}_{hardware}`"
         )
     return path
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the path of a built image's digests. Delete this file if the image is missing."""
+    """Return the path of a built image's digests. Delete it if the image is missing."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():
@@ -165,7 +165,7 @@ def apptainer(
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    """Return the command that runs `argv`. `folders`: host folders mounted at /tmp and KERNELS."""
+    """Return the command to run `argv`. `folders`: host folders mounted at /tmp and KERNELS."""
     scratch, kernels = folders
     binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", f"{kernels}:{KERNELS}"]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
@@ -207,7 +207,7 @@ def scratch_of(site: Containers | None, job: str) -> Path:
 
 
 def node_folders(site: Containers, job: str, image: Path, user: object) -> list[Path]:
-    """Return a node's folders: job scratch, and compiled kernels that later jobs reuse."""
+    """Return a node's folders: job scratch, and compiled kernels for later jobs."""
     scratch = scratch_of(site, job)
     return [scratch, scratch.with_name(f"orrery-kernels-{user}-{image.stem}")]
 
@@ -217,7 +217,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy Orrery's code to `<run_dir>/code/<digest>`. Return that folder."""
+    """Copy Orrery's code to `<run_dir>/code/<digest>`, and return that folder."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

@@ -155,13 +155,10 @@ def log_paths(path: Path, role: str | None) -> list[Path]:
     if not chosen:
         if not every:
             raise OrreryError(
-                f"{path.name}: no process has written a log yet. Type `orrery status {path.name}` "
-                "for its stages"
+                f"{path.name}: no logs yet. Type `orrery status {path.name}` for its stages"
             )
         names = ", ".join(log.stem for log in every)
-        raise OrreryError(
-            f"{path.name}: has no log of {role}. The processes with a log are {names}"
-        )
+        raise OrreryError(f"{path.name}: no log of {role}. Processes with a log are {names}")
     return chosen
 
 

@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result. `remedy` is "" if it passed. Only required checks fail `orrery doctor`."""
+    """A check's result. `remedy`: "" if it passed. Only required checks fail `orrery doctor`."""
 
     what: str
     found: str
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's result. `said`: stderr. `code` is None if the command is missing or timed out."""
+    """A command's result. `said`: stderr. `code`: None if the command is missing or timed out."""
 
     code: int | None
     out: str
@@ -384,7 +384,7 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
     """Return the devices that NCCL_IB_HCA=`wanted` selects.
 
-    `wanted` lists name prefixes, or full names after `=`. A leading `^` excludes these devices.
+    `wanted` lists name prefixes, or full names after `=`. A leading `^` excludes them.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

@@ -1,6 +1,6 @@
-"""Print facts about one node as JSON. `orrery doctor` runs this script on each node.
+"""Print facts about a node as JSON. `orrery doctor` runs this script on each node.
 
-It needs only `python3` (3.6 or newer).
+It needs only Python 3.6 or newer.
 """
 
 import fcntl
@@ -72,7 +72,7 @@ def main():
 def say(found):
     """Print `found` as JSON in short lines, because srun splits lines above 1024 bytes.
 
-    Line format: `RANK/INDEX/COUNT PIECE`, with piece INDEX of COUNT.
+    Line format: `RANK/INDEX/COUNT PIECE`.
     """
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
@@ -146,8 +146,8 @@ def meet(found, options, rank, size):
 
     - `unseen`: ranks whose file did not appear in the shared folder.
     - `tcp`: rank → connection error, or None.
-    - `skew_s`: rank → its clock minus this node's clock, in seconds.
-    - `rename_s`: rank → seconds until it saw this node's renamed file, or None.
+    - `skew_s`: rank → its clock minus this node's clock.
+    - `rename_s`: rank → time until it saw this node's renamed file, or None.
     - `lock`: this rank's answer from `try_lock`, or None.
     """
     folder, wait_s = options["folder"], options["wait_s"]
@@ -169,7 +169,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the flag exists: NFS then caches that it is missing, the worst case.
+            # Look before the flag exists, so that NFS caches its absence: the worst case.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -195,7 +195,7 @@ def meet(found, options, rank, size):
 def take_turns(found, folder, rank, wait_s):
     """Test file locks between nodes: rank 0 holds a lock that other ranks try to take.
 
-    Return the lock's file descriptor on rank 0, and None on others.
+    Return its file descriptor on rank 0, None on others.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
@@ -213,10 +213,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Try to lock `path`. Return (file descriptor or None, answer).
-
-    The answer is MINE, THEIRS (another process holds the lock) or an error message.
-    """
+    """Try to lock `path`. Return (file descriptor, MINE), (None, THEIRS) or (None, error)."""
     answers = []
 
     def attempt():

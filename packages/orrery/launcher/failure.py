@@ -1,7 +1,7 @@
 """Report the process that failed first, and restart inference engines.
 
 - If a failed process's error names another failed process, the latter is reported.
-- If one process of an engine ends, all processes of the engine restart.
+- If a process of an engine ends, all processes of the engine restart.
 - An engine does not restart after a user error (exit code 2) or two failed starts in a row.
 """
 
@@ -23,11 +23,11 @@ from orrery.runtime.process_control import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # maximum wait for a blamed process to fail
-SETTLE_S = 0.3  # wait for further failures
+BLAME_S = 5.0  # maximum wait until a blamed process fails
+SETTLE_S = 0.3  # wait for more failures
 EVIDENCE_S = 2.0  # time to write stacks
 RECORDED_S = 10.0  # maximum wait for torch's flight recorder files
-SLURM_SAYS_S = 2.0  # maximum wait for Slurm to report the job's end
+SLURM_SAYS_S = 2.0  # maximum wait for Slurm's report of the job's end
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
@@ -204,10 +204,7 @@ class Restarts:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return the reason to refuse a restart of engine `name`, or count it and return None.
-
-        The reason is "" if `most` is 0.
-        """
+        """Return the reason to refuse a restart, "" if `most` is 0. Otherwise count the restart."""
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
         self._failed_starts[name] = 0 if has_served else self._failed_starts[name] + 1
@@ -247,7 +244,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # Slurm ends a failed step's other tasks by SIGTERM, so prefer a task that ended otherwise.
+        # Slurm ends a failed step's other tasks by SIGTERM, so prefer tasks that ended otherwise.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)

@@ -1,4 +1,4 @@
-"""Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
+"""Download a model or a dataset, but no code, from the Hugging Face hub.
 
 Names of downloaded dataset files begin with their split.
 """
@@ -94,7 +94,7 @@ def _template_text(file: Path) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise OrreryError(
-            f"--chat-template {file}: cannot be read ({reason}). Name a file in Jinja, such as "
+            f"--chat-template {file}: cannot be read ({reason}). Name a Jinja file, such as "
             "examples/problems/plain_chat.jinja"
         ) from None
 
@@ -127,9 +127,7 @@ def _check_axis(axis: Path, source: HubRepository) -> None:
         return
     first = axis.read_text(errors="replace").partition("\n")[0]
     if not first.startswith(f"// {source.kind} {source.repository} at "):
-        raise OrreryError(
-            f"{axis}: exists and is not the axis of {source.repository}. Rename that file"
-        )
+        raise OrreryError(f"{axis}: is not the axis of {source.repository}. Rename that file")
 
 
 def _examine(
@@ -141,9 +139,8 @@ def _examine(
     rows, notes = found["vocab_size"], []
     if tokenizer["num_words"] > rows:
         raise OrreryError(
-            f"{source.repository}: its tokenizer has {tokenizer['num_words']} tokens, and the "
-            f"embedding has {rows} rows (vocab_size in config.json). Choose a repository whose "
-            "tokenizer fits its model"
+            f"{source.repository}: its tokenizer has {tokenizer['num_words']} tokens, but the "
+            f"embedding has {rows} rows (vocab_size in config.json). Choose another repository"
         )
     if beyond := [word for word, number in tokenizer["added"].items() if number >= rows]:
         notes.append(
@@ -177,8 +174,8 @@ def fetch_dataset(
 ) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines to print.
 
-    `config`: for example `main` of openai/gsm8k, or None for the only config. `shard_word`: K/N for
-    shard K of N, or None for all files.
+    `config`: such as `main` of openai/gsm8k, or None for the only one. `shard_word`: K/N, or None
+    for all files.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -217,7 +214,7 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, skip a file of another shard, unless `target` has it or the hub lists no sha256.
+    Skip files of shards other than `shard`, unless `target` has them or the hub lists no sha256.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -347,8 +344,8 @@ def _chosen(source: HubRepository, config: str | None, configs: dict[str, Splits
     choices = ", ".join(sorted(configs))
     if not any(names for splits in configs.values() for names in splits.values()):
         raise OrreryError(
-            f"{source.repository}: has no file that ends in {', '.join(DATA_SUFFIXES)}. Try "
-            f"{source.repository}@refs/convert/parquet, the hub's own conversion"
+            f"{source.repository}: has no file that ends in {', '.join(DATA_SUFFIXES)}. Try the "
+            f"hub's conversion {source.repository}@refs/convert/parquet"
         )
     if config is None and len(configs) > 1:
         raise OrreryError(

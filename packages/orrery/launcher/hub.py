@@ -56,13 +56,12 @@ class HubRepository:
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
     """Resolve OWNER/NAME[@REVISION] to a commit and list its files, or raise OrreryError.
 
-    With `HF_HUB_OFFLINE`, the hub's cache must have the files that match `patterns`.
+    With `HF_HUB_OFFLINE`, the hub's cache must have the files of `patterns`.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
         raise OrreryError(
-            f"{word!r}: is no repository. Write OWNER/NAME or OWNER/NAME@REVISION, "
-            "such as Qwen/Qwen3-0.6B"
+            f"{word!r}: is no repository. Write OWNER/NAME[@REVISION], such as Qwen/Qwen3-0.6B"
         )
     with _explained(kind, repository, asked):
         revision = _patient(
@@ -148,8 +147,8 @@ def _verify(source: HubRepository, name: str, path: Path) -> None:
     path.unlink(missing_ok=True)
     raise OrreryError(
         f"{source.repository}: {name} has the digest {found}, and the hub lists {expected}. "
-        f"The file was deleted. Type the command again, or use another hub than "
-        f"{constants.ENDPOINT} (HF_ENDPOINT)"
+        f"The file was deleted. Try again, or set HF_ENDPOINT to another hub than "
+        f"{constants.ENDPOINT}"
     )
 
 
@@ -171,7 +170,7 @@ def _check_disk(source: HubRepository, names: list[str], folder: Path) -> None:
     for place, needed, remedy in needs:
         if (free := shutil.disk_usage(place).free) < needed:
             raise OrreryError(
-                f"{place}: {size_text(free)} are free, and {source.repository} needs "
+                f"{place}: {size_text(free)} are free, but {source.repository} needs "
                 f"{size_text(needed)}. Free some, or {remedy}"
             )
 
@@ -203,26 +202,26 @@ def _explained(kind: Kind, repository: str, revision: str) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise OrreryError(
-            f"{repository}: is gated. Open {page}, accept its terms, and set HF_TOKEN to a token "
-            f"of that account ({constants.ENDPOINT}/settings/tokens)"
+            f"{repository}: is gated. Accept its terms at {page}, and set HF_TOKEN to a token of "
+            f"that account ({constants.ENDPOINT}/settings/tokens)"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise OrreryError(
-            f"{repository}: {constants.ENDPOINT} has no {kind} of this name, or it is private. "
+            f"{repository}: {constants.ENDPOINT} has no such {kind}, or it is private. "
             "Correct the name, or set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise OrreryError(
-            f"{repository}: has no revision {str(revision)!r}. Choose a branch, a tag or a commit "
-            f"of {page}/commits/main"
+            f"{repository}: has no revision {str(revision)!r}. Choose a branch, tag or commit of "
+            f"{page}/commits/main"
         ) from error
     except errors.HFValidationError as error:
-        raise OrreryError(f"{repository!r}: is no repository's name. Write OWNER/NAME") from error
+        raise OrreryError(f"{repository!r}: is no repository. Write OWNER/NAME") from error
     except (errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
         if constants.is_offline_mode():
             raise OrreryError(
-                f"{repository}: is not whole in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
-                "set. Unset it, or set HF_HOME to the folder of a filled cache"
+                f"{repository}: is incomplete in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
+                "set. Unset it, or set HF_HOME to a complete cache"
             ) from error
         raise _unreachable(repository, error.__cause__ or error) from error
     except errors.HfHubHTTPError as error:
@@ -244,10 +243,10 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 
 @contextmanager
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder. On exit, write SHA256SUMS into it and rename it to `target`."""
+    """Yield a temporary folder. On exit, add SHA256SUMS and rename the folder to `target`."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
-        # A killed process left the folder. In a container the next one may have its number.
+        # A killed process left the folder. In a container, this process may have the same pid.
         if stale == temporary or not Path("/proc", stale.name.split(".")[-2]).exists():
             shutil.rmtree(stale, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -262,19 +261,17 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` exists. Raise OrreryError if its source differs or a file changed."""
+    """Return whether `target` exists. Raise OrreryError if its source or a file differs."""
     if not target.exists():
         return False
     sums = target / SUMS
     lines = sums.read_text().splitlines() if sums.is_file() else ["# files of unknown origin"]
     if (found := lines[0].removeprefix("# ")) != source.title:
-        raise OrreryError(
-            f"{target}: holds {found}, and {source.title} was asked for. Move the folder away"
-        )
+        raise OrreryError(f"{target}: holds {found}, not {source.title}. Move the folder away")
     for name, digest in read_sums(lines[1:]).items():
         if not (target / name).is_file() or sha256(target / name) != digest:
             raise OrreryError(
-                f"{target / name}: is not the file of {SUMS}. Restore it, or move {target} away "
-                "and fetch again"
+                f"{target / name}: differs from {SUMS}. Restore it, or move {target} away and "
+                "fetch again"
             )
     return True

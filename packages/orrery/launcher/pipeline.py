@@ -195,7 +195,7 @@ class Pipeline:
 
     - `folders`: run folders by target. A target is a run's name or a spec file's stem.
     - `manifests`: by run folder.
-    - `broken`: errors of specs that do not render, by the spec file's stem.
+    - `broken`: errors of specs that do not render, by file stem.
     - `stale`: errors by target, if a manifest is missing or differs from its spec.
     """
 
@@ -207,7 +207,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError if a target is unknown or stale, or its run does not fit in memory."""
+        """Raise OrreryError if a target is unknown or stale, or does not fit in memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -222,7 +222,7 @@ class Pipeline:
             if run not in self.manifests:
                 hint = _near(run, self.manifests, "type a run's name in place of the path")
                 raise OrreryError(
-                    f"target {target}: no checked-in manifest is of run folder {run!r}; {hint}"
+                    f"target {target}: no checked-in manifest has run folder {run!r}; {hint}"
                 )
             stages = [one.name for one in plan(self.manifests[run])]
             if stage not in stages:
@@ -280,7 +280,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], dict[str, str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return Snakemake's targets in `argv`, or [] if another program has this command line."""
+    """Return Snakemake's targets in `argv`, or [] for another program's command line."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:

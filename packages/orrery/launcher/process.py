@@ -1,9 +1,8 @@
 """Start a local process, with its CPU cores, devices and environment.
 
-- The process leads its own session, so Ctrl-C does not reach it.
-- SIGTERM goes only to the process itself, because an engine ends its own workers in order.
-- Trainers and engines are pinned to adjacent cores. If a stage has both, each kind gets half of
-  the cores.
+- The process leads a session, so Ctrl-C does not reach it.
+- SIGTERM goes only to the process itself, because an engine ends its workers in order.
+- Trainers and engines are pinned to adjacent cores. In a stage with both, each kind gets half.
 """
 
 import os
@@ -35,7 +34,6 @@ LOOPBACK = "127.0.0.1,localhost"
 
 
 def require(word: str, *packages: str) -> None:
-    """Raise OrreryError if a package is not installed."""
     if lacks := [name for name in packages if find_spec(name) is None]:
         raise OrreryError(
             f"{word}: this Python lacks {', '.join(lacks)}. Type `make setup`, or run this command "
@@ -178,7 +176,7 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return HARDWARE of `make setup` ("cpu" or "cuda"), or None if unknown."""
+    """Return HARDWARE of `make setup` ("cpu", "cuda"), or None if unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 
@@ -189,6 +187,7 @@ def check_packages(name: str, needs_gpus: bool) -> None:
     If `make setup` did not install the packages, check nothing.
     """
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
+    rendered = f"`orrery render {name} --on-this-machine`, and start the run that it names"
     reason = missing_gpu() if found == "cuda" else None
     if found is None or (found == needed and reason is None):
         return
@@ -196,13 +195,11 @@ def check_packages(name: str, needs_gpus: bool) -> None:
         raise OrreryError(
             f"the run is for hardware {needed}, .venv has the packages of cuda, and {reason}. Type "
             "`orrery doctor` to check the driver. To run without a GPU, type `make setup "
-            f"HARDWARE=cpu`, then `orrery render {name} --on-this-machine`, and start the run that "
-            "it names"
+            f"HARDWARE=cpu`, then {rendered}"
         )
     raise OrreryError(
         f"the run is for hardware {needed}, and .venv has the packages of {found}. If this machine "
-        f"has such hardware, type `make setup HARDWARE={needed}`. If not, type "
-        f"`orrery render {name} --on-this-machine`, and start the run that it names"
+        f"has such hardware, type `make setup HARDWARE={needed}`. If not, type {rendered}"
     )
 
 
@@ -250,7 +247,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # Slurm starts the role, so the launcher is not its parent
+        LAUNCHER_PID: "0",  # the launcher is not the role's parent
     }
 
 

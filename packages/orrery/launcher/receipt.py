@@ -1,6 +1,6 @@
 """Record the nodes, code, software, outputs and metrics of every stage in `receipt.json`.
 
-- An attempt whose launcher died has the state `unrecorded`.
+- The state of an attempt whose launcher died is `unrecorded`.
 - A receipt has no environment variables, absolute paths or secrets.
 """
 
@@ -43,7 +43,7 @@ from orrery.runtime.timing import scaled
 WITHIN_S = 60.0  # time limit of a command
 READ_S = 600.0
 KEPT_BYTES = 2**20  # the diff omits larger untracked files
-WHOLE_BYTES = 64 * 2**30  # if weights are larger, record file sizes, not hashes
+WHOLE_BYTES = 64 * 2**30  # for larger weights, record file sizes, not hashes
 CODE_FILE = r"\.(py|pyi|sh|jsonnet|libsonnet|smk|nix|def|md|c|cc|cpp|cu|cuh|h)"
 SECRET_FILE = re.compile(
     r"(^|/)(\.env(\..*)?|\.netrc|\.npmrc|\.pypirc|id_[a-z0-9]+|[^/]*\.(pem|key|p12)"
@@ -92,7 +92,7 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `secrets`: further texts to strike out, such as the run's token.
+    - `secrets`: more texts to strike out, such as the run's token.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process name.
     """
     receipt: dict[str, Any] = {
@@ -236,7 +236,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the state of checkout `root`. Store its diff, if any, in the run's folder."""
+    """Return the state of checkout `root`. Store its diff in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -269,7 +269,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    git adds the other untracked files to a copy of the index, so the user's index does not change.
+    git adds the other untracked files to a copy of the user's index.
     """
     found = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
     untracked = [
@@ -427,8 +427,7 @@ def verify(
 ) -> list[str]:
     """Compare the files that `stage` reads with the receipt. Write their digests to `inputs.json`.
 
-    Return the earlier stages whose files the receipt does not list. Raise OrreryError if a file
-    differs.
+    Return the earlier stages without files in the receipt. Raise OrreryError if a file differs.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []
@@ -454,7 +453,7 @@ def verify(
         if found[path] != digest:
             raise OrreryError(
                 f"{stage}: {run_dir / path} {_how(run_dir / path, digest)}, "
-                f"so it is not what {maker} made; {remedy(maker)}"
+                f"so it is not {maker}'s output; {remedy(maker)}"
             )
     file = inputs_path(run_dir, stage)
     if unknown:

@@ -110,7 +110,7 @@ def planned(word: str, workspace: Workspace) -> Run:
 
 
 def outdated(run: Run, workspace: Workspace) -> str | None:
-    """Return a sentence if the run's manifest in manifests/ differs from its spec, or None."""
+    """Return a sentence if the manifest in manifests/ differs from its spec, or None."""
     name = run.manifest.name
     path = workspace.shown(workspace.manifest_path(name))
     try:
@@ -140,8 +140,8 @@ def _held(path: Path) -> Manifest | None:
     manifest = load(file)
     if run_dir(path.parent, manifest) != path:
         raise OrreryError(
-            f"{file}: its hash is that of {run_dir('', manifest).name}, so it was edited after the "
-            f"run began. Restore the file, or remove {path.name} and start the run again"
+            f"{file}: its hash is that of {run_dir('', manifest).name}, so it was edited. "
+            f"Restore the file, or remove {path.name} and start the run again"
         )
     return manifest
 
@@ -175,7 +175,7 @@ def place_site(
 
 
 def check_shard(word: str, shard: int) -> None:
-    """Raise OrreryError if SFT data is sharded by file and `shard` is too large or lacks files."""
+    """Raise OrreryError if SFT data is sharded by file, and `shard` is too large or incomplete."""
     workspace = find_workspace()
     sft = find(word, workspace).manifest.stages.sft
     if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
@@ -221,7 +221,7 @@ def newest(workspace: Workspace) -> Path | None:
 # Status and lock
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # maximum wait for the lock, which `lock_holder` takes briefly
+LOOKED_AT_S = 1.0  # maximum wait for the lock. `lock_holder` takes it briefly.
 
 
 @dataclass
@@ -271,7 +271,7 @@ def launcher_died(run_dir: Path, status: Status) -> bool:
         state = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
         return state is None or queue.state_of(state, status.slurm_job) not in ("running", "ending")
     except OrreryError:
-        return False  # Slurm does not answer, so the launcher may still run
+        return False  # without Slurm's answer, the launcher may still run
 
 
 def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
@@ -329,7 +329,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def lock_holder(run_dir: Path) -> Holder | None:
-    """Return the lock's holder, or None if the lock is free or names no live launcher."""
+    """Return the lock's holder, or None if it is free or names no live launcher."""
     try:
         descriptor = os.open(_lock_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -367,8 +367,7 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 def adopt(run: Run, other: Run) -> str:
     """Copy the state of `other` into a new folder for `run`.
 
-    Raise OrreryError if `run` has begun, or if `other` has no finished stage or differs outside
-    FREE.
+    Raise OrreryError if `run` has begun, or `other` has no finished stage or differs outside FREE.
     """
     if run.path.exists():
         raise OrreryError(
@@ -377,7 +376,7 @@ def adopt(run: Run, other: Run) -> str:
         )
     if not other.finished():
         raise OrreryError(
-            f"{other.path.name}: none of its stages is done, so it has no state to adopt. "
+            f"{other.path.name}: no stage is done, so it has no state to adopt. "
             f"Start {run.manifest.name} without it"
         )
     bound = _bound(other.manifest, run.manifest)
@@ -388,7 +387,7 @@ def adopt(run: Run, other: Run) -> str:
             f"{run.path.name} would learn something else than {other.path.name}: "
             f"{changed[0]}{more}. "
             f"Only {', '.join(FREE)} may differ (without {', '.join(bound)}): "
-            f"type `orrery diff {other.path.name} {run.manifest.name}` for all of them"
+            f"type `orrery diff {other.path.name} {run.manifest.name}` for all differences"
         )
     made = run.path.with_name(f".{run.path.name}.partial")
     with hold_lock(other.path), hold_lock(made):

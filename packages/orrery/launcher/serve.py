@@ -84,7 +84,7 @@ def folder_of(word: str, workspace: Workspace) -> Path:
     if path.is_dir() and not (path / MANIFEST).exists():
         return path.resolve()
     if "/" in word and not path.is_dir():
-        raise OrreryError(f"{word}: there is no such folder. Name a run, or a Hugging Face folder")
+        raise OrreryError(f"{word}: no such folder. Name a run, or a Hugging Face folder")
     run = find(word, workspace)
     folder = exported(run)
     if folder is not None:
@@ -92,7 +92,7 @@ def folder_of(word: str, workspace: Workspace) -> Path:
     remedy = f"type `{resume_command(run, 'rl', workspace)}` to train it"
     if whole_checkpoints(run.path):
         remedy = f"type `orrery export {word}` to write those of its newest checkpoint"
-    raise OrreryError(f"{run.path.name}: it has no weights of RL yet; {remedy}")
+    raise OrreryError(f"{run.path.name}: no weights of RL yet; {remedy}")
 
 
 def exported(run: Run) -> Path | None:
@@ -121,11 +121,9 @@ def check_folder(folder: Path) -> Path:
         )
     remedy = "copy the folder again"
     if not read_object(folder / CONFIG, remedy).get("architectures"):
-        raise OrreryError(
-            f"{folder / CONFIG}: names no architectures, as a language model does; {remedy}"
-        )
+        raise OrreryError(f"{folder / CONFIG}: no architectures, so no language model; {remedy}")
     if not any(folder.glob("*.safetensors")):
-        raise OrreryError(f"{folder}: it has no model.safetensors, hence no weights; {remedy}")
+        raise OrreryError(f"{folder}: no model.safetensors, hence no weights; {remedy}")
     return folder
 
 
@@ -268,8 +266,8 @@ def lend(
     run = find(word, workspace)
     if run.manifest.orchestrator.guests is None:
         raise OrreryError(
-            f"orchestrator.guests: null in {run.manifest.name}, so it takes no engines of other "
-            "sites; choose a run with the axis jsonnet/elastic/guests.libsonnet"
+            f"orchestrator.guests: null in {run.manifest.name}, so it takes no lent engines; "
+            "choose a run with the axis jsonnet/elastic/guests.libsonnet"
         )
     check_supported(run.manifest)
     check_address("ADDRESS:PORT", address)
@@ -303,8 +301,7 @@ def _first_weights(run: Run) -> Path:
         if ((path := weights_path(run.path, stage)) / CONFIG).is_file():
             return path
     raise OrreryError(
-        f"{run.path.name}: no weights to start an engine with; type `orrery run "
-        f"{run.manifest.name} init`"
+        f"{run.path.name}: no weights for an engine; type `orrery run {run.manifest.name} init`"
     )
 
 
@@ -391,7 +388,7 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    # List the parent, because NFS may cache that `to` is missing.
+    # List the parent, because NFS may cache the absence of `to`.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, but this node does not see it. "

@@ -1,6 +1,6 @@
-"""Read the site file (TOML): settings of a machine or cluster, which do not change a run's id.
+"""Read the site file (TOML): settings of a machine or cluster. They do not change a run's id.
 
-ORRERY_SITE names the file. The default is `site.toml` in the checkout.
+ORRERY_SITE names the file, by default `site.toml` in the checkout.
 """
 
 import os
@@ -42,10 +42,7 @@ RESERVED = set(
 
 
 def is_reserved(option: str) -> bool:
-    """Return whether an sbatch option sets a reserved one, also as `--part=x`, `-px` or `-vpx`.
-
-    sbatch accepts prefixes of long options.
-    """
+    """Return whether an sbatch option is reserved, also as `-px`, `-vpx` or prefix (`--part=x`)."""
     if found := re.match(r"--(\w[\w-]*)", option):
         return any(len(one) > 1 and one.startswith(found[1]) for one in RESERVED)
     found = re.match(r"-[IkOQsuvV]*(\w)", option)  # these letters take no value
@@ -64,7 +61,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # for jobs without GPUs. Default: `partition`.
+    cpu_partition: NoWord = ""  # for jobs without GPUs, by default `partition`
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -81,8 +78,7 @@ class Slurm(Record):
         for line in self.pre_run:
             if SECRET.search(line):
                 raise ValueError(
-                    f"pre_run: {line!r} looks like a secret, and a site file must hold none. "
-                    "Export it in your shell"
+                    f"pre_run: {line!r} looks like a secret. Export it in your shell instead"
                 )
         return self
 
@@ -91,13 +87,12 @@ class Slurm(Record):
         for option in self.extra:
             if is_reserved(option):
                 raise ValueError(
-                    f"extra: {option!r} is set from the manifest or from another key of [slurm]. "
-                    "Take it out"
+                    f"extra: {option!r} is set from the manifest or another key of [slurm]. "
+                    "Remove it"
                 )
             if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[^\s'\"\\]+)?", option):
                 raise ValueError(
-                    f"extra: {option!r} is not one sbatch option. "
-                    "Write it as '--name' or '--name=value'"
+                    f"extra: {option!r} is not one sbatch option. Write '--name' or '--name=value'"
                 )
         return self
 
@@ -156,11 +151,10 @@ class Site(Record):
     def environment_is_not_ours(self) -> "Site":
         for name in self.environment:
             if name.startswith(("ORRERY_", "SLURM_", "APPTAINER")):
-                raise ValueError(f"environment: {name} is set by the launcher. Take it out")
+                raise ValueError(f"environment: {name} is set by the launcher. Remove it")
             if SECRET.search(name):
                 raise ValueError(
-                    f"environment: {name} looks like a secret, and a site file must hold none. "
-                    "Export it in your shell"
+                    f"environment: {name} looks like a secret. Export it in your shell instead"
                 )
         return self
 
@@ -179,7 +173,7 @@ def load_site(workspace: Workspace) -> Site:
     try:
         return Site.model_validate(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except UnicodeDecodeError:
-        raise OrreryError(f"{workspace.shown(path)}: not UTF-8 text. Save it as such") from None
+        raise OrreryError(f"{workspace.shown(path)}: not UTF-8. Save it as UTF-8") from None
     except OSError as error:
         raise OrreryError(
             f"{path}: cannot be read ({error.strerror}); {VARIABLE} names the site file"
@@ -202,9 +196,7 @@ def cluster(workspace: Workspace) -> Slurm:
                 f"{FILE}: does not exist, and its [slurm] describes the cluster. "
                 f"Type `cp {EXAMPLE} {FILE}` and edit it"
             )
-        raise OrreryError(
-            f"{workspace.shown(where)}: has no section [slurm]. Copy it from {EXAMPLE}"
-        )
+        raise OrreryError(f"{workspace.shown(where)}: has no [slurm]. Copy it from {EXAMPLE}")
     return site.slurm
 
 
@@ -217,7 +209,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key also makes a key missing, so report the misspelt key first.
+    # Report a misspelt key first, because it also makes a key missing.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

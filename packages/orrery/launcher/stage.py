@@ -59,7 +59,7 @@ KILLED_S = 10.0  # maximum wait after SIGKILL
 WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
 MARGIN_S = 60.0  # time to end the stage after the checkpoint
 STOP_S = 30.0
-# exit codes after SIGTERM, which Slurm sends to all ranks of a failed step
+# exit codes after SIGTERM, which Slurm sends to ranks of a failed step
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -67,7 +67,7 @@ TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 class Job:
     """A stage to run. `num_devices`: devices per node, or None on CPUs.
 
-    `allocation` is None without Slurm. `max_restarts`: maximum engine restarts per day.
+    `allocation`: None without Slurm. `max_restarts`: engine restarts allowed per day.
     """
 
     run_dir: Path
@@ -84,7 +84,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" until Slurm does."""
+    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" until it does."""
 
     state: State
     message: str
@@ -130,7 +130,7 @@ class RunningStage:
         self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # reason to kill an engine, by process name
+        self.fenced: dict[str, str] = {}  # process name → reason to kill the engine
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -171,7 +171,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # After one rank exits with EXIT_PREEMPTED, Slurm kills the others.
+        # After a rank exits with EXIT_PREEMPTED, Slurm kills the others.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -208,7 +208,7 @@ class RunningStage:
             print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Write a line into the launcher's log. Ignore errors, such as those of a full disk."""
+        """Write a line into the launcher's log. Ignore errors, such as a full disk."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), open(log_path(self.run_dir, "launcher.0"), "a") as log:
             log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")
@@ -227,7 +227,7 @@ class Preemption:
     def poll(self) -> Outcome | None:
         """Request a checkpoint if preemption is due.
 
-        Return the outcome at the stage's end or the deadline, else None.
+        Return the outcome at the stage's end or the deadline, or None before.
         """
         stage = self.stage
         if not stage.is_preempted:
@@ -334,8 +334,8 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill processes that roles started outside their own process groups.
 
-    The environment of these processes contains the attempt's mark `start`. With `incarnation` (such
-    as `inference.0.2`), kill only that process's children.
+    Their environment contains the attempt's mark `start`. With `incarnation` (`inference.0.2`),
+    kill only that process's children.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -350,7 +350,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # roles hide their environment, so check the parent pid
+    except psutil.AccessDenied:  # roles hide their environment: check the parent pid
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:
@@ -378,7 +378,7 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
     """Save checkpoint copies that ended trainers left in shared memory.
 
-    Then upload the newest checkpoint to `target`, unless `target` is "".
+    Then upload the newest checkpoint to `target`, unless "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
     # Rank 0's copy comes last, because its save waits for other ranks.
@@ -432,7 +432,7 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
             raise OrreryError(
                 f"{name}: its launcher is {holder}. Type `orrery stop {name}` on that machine"
             )
-        raise OrreryError(f"{name}: is not running. Type `orrery status {name}` to see its stages")
+        raise OrreryError(f"{name}: is not running. Type `orrery status {name}` for its stages")
     told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
     if checkpoint:
         return _preempt_jobs(run_dir, jobs, told)
@@ -469,13 +469,11 @@ def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
 def _forbid_requeue(run_dir: Path) -> None:
     status, holder = read_status(run_dir), lock_holder(run_dir)
     if status is None or holder != Holder(status.host, status.launcher_pid):
-        raise OrreryError(
-            f"{run_dir.name}: its launcher is starting. Type the command again in a minute"
-        )
+        raise OrreryError(f"{run_dir.name}: its launcher is starting. Try again in a minute")
     if status.state != "running" or status.stage != "rl":
         raise OrreryError(
-            f"{run_dir.name}: --checkpoint needs a running rl stage, but the {status.stage} stage "
-            f"is {status.state}. Type `orrery stop {run_dir.name}`"
+            f"{run_dir.name}: --checkpoint needs a running rl stage, but {status.stage} is "
+            f"{status.state}. Type `orrery stop {run_dir.name}`"
         )
     no_requeue_path(run_dir, "rl").touch()
 

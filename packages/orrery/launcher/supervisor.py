@@ -1,8 +1,8 @@
-"""Run one stage, from the start of its processes to its marker file `DONE`.
+"""Run one stage, from its first process to its marker file `DONE`.
 
 - If a process fails or a server ends early, the stage ends within seconds. Only engines can restart
   (`failure.py`).
-- If the launcher is killed, its processes end by themselves. The next start removes their files.
+- If the launcher is killed, its processes end too. The next start removes their files.
 - A stage is never retried, but Slurm may requeue its job.
 """
 
@@ -91,7 +91,7 @@ HUNG_S = 5.0  # maximum wait for a failed process to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SITE_END_S = STOPPED_END_S + HAND_OVER_S  # grace period of a run over several sites
 SAVES_S = 3.0  # delay until a message about unsaved checkpoints
-RESTART_LOCK_S = 90.0  # maximum wait for a dead node's lock
+RESTART_LOCK_S = 90.0  # maximum wait for a lost node's lock
 
 
 def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
@@ -151,9 +151,9 @@ def _check_lock(run: Run, workspace: Workspace) -> None:
     if run.finished():
         adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
     raise OrreryError(
-        f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered "
-        f"with. Type `orrery render {name}` for a run of the present lock{adopt}, or check the old "
-        "lock out and type `make setup`"
+        f"{run.path.name}: {lock_file} differs from the lock of its manifest. Type "
+        f"`orrery render {name}` for a run of the present lock{adopt}, or check out the old lock "
+        "and type `make setup`"
     )
 
 

@@ -1,7 +1,7 @@
 """Run a stage's processes as srun steps of this launcher's Slurm job.
 
-- An engine has one step on its first node, and another on its further nodes. Other roles have one
-  step per node group.
+- An engine has a step on its first node, and another on its further nodes. Other roles have a step
+  per node group.
 - A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait=0`), because
   rank 0 may still upload a checkpoint.
 """
@@ -41,12 +41,12 @@ from orrery.runtime.run_directory import SHARED_MEMORY, log_path, logs_dir
 
 CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # pause between SIGINTs. srun kills a step after two within a second.
+CTRL_C_S = 0.2  # pause between SIGINTs. Two within a second make srun kill a step.
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One srun step, with equally many processes on each node.
+    """An srun step, with equally many processes on each node.
 
     `devices`: (first device, number of devices) that all tasks on a node see.
     """
@@ -71,8 +71,8 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps in the plan's order of roles.
 
-    Slurm gives overlapping steps the same devices, so `task.sh` selects each step's devices.
-    Trainer tasks see all trainer devices of a node, for CUDA IPC.
+    Slurm gives overlapping steps the same devices, so `task.sh` selects each step's. Trainer tasks
+    see all trainer devices of a node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -165,7 +165,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, but only once. Return the new step."""
+        """Start the step again, at most once. Return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -224,7 +224,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        code = self.step.poll()  # before `endings`, which are complete once srun has ended
+        code = self.step.poll()  # before `endings`, which are complete when srun has ended
         ended = self.step.endings()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
@@ -272,7 +272,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal, but 143 is also an exit code of roles.
+        # Apptainer exits with 128 + signal. 143 is also an exit code of roles.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):
@@ -355,7 +355,7 @@ class Allocation:
     def command(
         self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
     ) -> tuple[list[Path], list[str]]:
-        """Return (folders to create on the node, the role's command)."""
+        """Return (folders to create on the node, role's command)."""
         where = self.site.containers
         python = sys.executable if where is None else "python3"
         argv = role_argv(python, step.module, run_dir, stage, attempt, 0, incarnation)
@@ -375,8 +375,8 @@ class Allocation:
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
         """Return the nodes on which two probe steps in a row fail.
 
-        Return [] if all `suspected` nodes answer, or if the probe of the launcher's own node fails,
-        because srun itself is broken then.
+        Return [] if all `suspected` nodes answer, or if the launcher's own node fails, because then
+        srun is broken.
         """
         if suspected and not self._without_answer(suspected):
             return []

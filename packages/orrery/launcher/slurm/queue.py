@@ -1,6 +1,6 @@
 """Submit a stage as a Slurm job, and read, requeue or cancel a user's jobs.
 
-- Each node group is a component. Several components form a heterogeneous job.
+- Each node group is a component. Several form a heterogeneous job.
 - Job names contain a hash of the run folder's path, to differ between checkouts.
 """
 
@@ -34,7 +34,7 @@ STATES: dict[str, JobState] = {
     "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
     "RUNNING": "running", "SIGNALING": "running", "STAGE_OUT": "running", "RESIZING": "running",
     "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
-    # Slurm ends the job's processes and runs epilogs. Then it forgets or requeues the job.
+    # Slurm ends the job's processes, and then forgets or requeues the job
     "COMPLETING": "ending",
     "COMPLETED": "done",
     # Slurm will requeue the job soon
@@ -72,7 +72,7 @@ def state_of(slurm_state: str, job: str) -> JobState:
     first = slurm_state.split()[0].rstrip("+") if slurm_state.split() else ""
     if first not in STATES:
         raise OrreryError(
-            f"Slurm says that job {job} is {slurm_state!r}, a state unknown here. "
+            f"Slurm says that job {job} is {slurm_state!r}, an unknown state. "
             "Add it to orrery/launcher/slurm/queue.py"
         )
     return STATES[first]
@@ -102,13 +102,12 @@ def call(*command: str, script: str | None = None) -> str:
         )  # fmt: skip
     except FileNotFoundError:
         raise OrreryError(
-            f"{program}: command not found. Put Slurm's client tools on PATH, "
-            "and check them with `orrery doctor`"
+            f"{program}: not found. Put Slurm's client tools on PATH, and type `orrery doctor`"
         ) from None
     except subprocess.TimeoutExpired:
         raise OrreryError(
             f"{program}: no answer within {COMMAND_S:.0f} s. "
-            "Type `scontrol ping` to see whether Slurm's controller is up"
+            "Type `scontrol ping` to check Slurm's controller"
         ) from None
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -203,7 +202,7 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """End the launchers of running jobs by SIGTERM, then cancel all jobs.
 
-    Launchers remove scratch folders in a step, and a cancelled job cannot start steps.
+    Launchers remove scratch folders by a step, which a cancelled job cannot start.
     """
     if not ids:
         return
@@ -256,7 +255,7 @@ def seconds(left: str) -> float | None:
 
 # Submission
 
-IN_JOB = "ORRERY_SLURM"  # environment variable that only Orrery's jobs set
+IN_JOB = "ORRERY_SLURM"  # environment variable of Orrery's jobs
 MEMORY_MB = 6000  # minimum memory per node
 LAUNCHER_CPUS = 2  # minimum cores per node
 
@@ -347,10 +346,7 @@ def batch_job(
 
 
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
-    """Render the job script from the Jinja2 template at `path`.
-
-    Raise OrreryError if rendering fails, or the script lacks `#!` or the field `command`.
-    """
+    """Render the job script. Raise OrreryError if this fails or `#!` or `command` is missing."""
     import jinja2
 
     parts = [shlex.split(part) for part in options.split(" : ")]
@@ -371,8 +367,8 @@ def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> st
         ) from None
     if not text.startswith("#!") or str(fields["command"]) not in text:
         raise OrreryError(
-            f"{name}: begins without '#!' or lacks {{{{ command }}}}, so the job would not start "
-            "the stage; write #!/bin/bash first and {{ command }} last"
+            f"{name}: begins without '#!' or lacks {{{{ command }}}}; write #!/bin/bash first and "
+            "{{ command }} last"
         )
     return text.rstrip("\n") + "\n"
 
