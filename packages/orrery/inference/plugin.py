@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from orrery.inference.assemble import ADAPTER_BACKEND, BACKEND, INDEX
 from orrery.inference.patches import registry
 from orrery.manifest.errors import RunFailed
+from orrery.runtime.network import Purpose, credential, run_token
 from orrery.runtime.process_control import die_with_parent
-from orrery.runtime.token import Purpose, credential, run_token
 from orrery.wire.fingerprint import digest
 from orrery.wire.rendezvous import ENGINE_HEADER
 

@@ -28,7 +28,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError
-from orrery.runtime.token import derived_key
+from orrery.runtime.network import derived_key
 from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 PROTOCOL = 3
