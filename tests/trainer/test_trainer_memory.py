@@ -33,7 +33,7 @@ from orrery.models.fp8 import WeightCache
 from orrery.models.layers import FeedForward
 from orrery.trainer.learner import count_totals
 from orrery.trainer.optim import optimizer as optimizers
-from orrery.trainer.optim.state_offload import StateOffload
+from orrery.trainer.optim.optimizer import StateOffload
 from orrery.trainer.parallel import activation_offload, blocks
 from orrery.trainer.parallel.activation_offload import ActivationOffload
 from orrery.trainer.parallel.context_parallel import UlyssesCore

@@ -24,7 +24,7 @@ from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.loss import COMPONENTS, StepSums, loss
 from orrery.trainer.micro_batch import TOTALS, MicroBatch, count_members, micro_batch
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
-from orrery.trainer.optim.state_offload import stream_state
+from orrery.trainer.optim.optimizer import stream_state
 from orrery.trainer.parallel import blocks, context_parallel
 from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World

@@ -6,7 +6,7 @@ Norms and biases have no weight decay, because decay would shrink the norms' gai
 from torch import nn
 
 from orrery.manifest import schema
-from orrery.trainer.optim import elementwise, muon
+from orrery.trainer.optim import muon, rules
 from orrery.trainer.optim.gradient import clip, gradient_norm, last_not_finite
 from orrery.trainer.optim.optimizer import BucketedOptimizer, named_state
 
@@ -26,4 +26,4 @@ def make_optimizer(
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     if isinstance(spec, schema.Muon):
         return BucketedOptimizer(muon.groups(spec, policy, weights), offload)
-    return BucketedOptimizer(elementwise.groups(spec, weights), offload, resident=resident)
+    return BucketedOptimizer(rules.groups(spec, weights), offload, resident=resident)

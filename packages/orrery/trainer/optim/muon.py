@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from orrery.manifest.budget.trainer_memory import BATCH_VALUES
 from orrery.manifest.schema import Muon
-from orrery.trainer.optim import elementwise
-from orrery.trainer.optim.buckets import ParamGroup, UpdateRule, WeightPart, is_bias
+from orrery.trainer.optim import rules
 from orrery.trainer.optim.gradient import sharding_axes
+from orrery.trainer.optim.rules import ParamGroup, UpdateRule, WeightPart, is_bias
 from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
@@ -127,7 +127,7 @@ def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> l
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
     return [
         ParamGroup(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay),
-        *elementwise.groups(spec.rest, rest),
+        *rules.groups(spec.rest, rest),
     ]
 
 

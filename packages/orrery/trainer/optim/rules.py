@@ -1,6 +1,7 @@
-"""Elementwise update rules: AdamW, SGD, sign SGD."""
+"""The update rules' interface, and the elementwise rules: AdamW, SGD, sign SGD."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,53 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from orrery.manifest.schema import AdamW, Sgd, SignSgd
-from orrery.trainer.optim.buckets import ParamGroup, UpdateRule, WeightPart, is_bias
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """Flat slices of a weight, its gradient and its state.
+
+    If the rule has `needs_whole_shards`, they are whole shards in their own shape.
+    """
+
+    source: nn.Parameter
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+
+class UpdateRule:
+    """`keys` names a rule's state tensors, each with the weight's shape.
+
+    `counts_steps` adds `step`, a float32 scalar that counts earlier steps.
+    """
+
+    keys: tuple[str, ...] = ()
+    counts_steps = False
+    needs_whole_shards = False
+
+    def __init__(self, spec: Any):
+        self.spec = spec
+
+    def update(
+        self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
+        """Update weights in place with gradients / `divisor`. Gradients may be overwritten."""
+        raise NotImplementedError
+
+
+@dataclass
+class ParamGroup:
+    """Weights that share an update rule. `lr` is the peak learning rate."""
+
+    weights: list[nn.Parameter]
+    rule: UpdateRule
+    lr: float
+    weight_decay: float
+
+
+def is_bias(name: str) -> bool:
+    return name.endswith("bias")  # by name, because stacked biases have `ndim` 2
 
 
 class AdamWRule(UpdateRule):
