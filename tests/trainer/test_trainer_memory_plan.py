@@ -49,7 +49,7 @@ from orrery.trainer.out_of_memory import (
     explain_out_of_memory,
     predict_out_of_memory,
 )
-from orrery.trainer.parallel import blocks, recomputed_modules
+from orrery.trainer.parallel import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 H200_BYTES = 150_109_880_320
@@ -304,7 +304,7 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
         weight.data = torch.randn(weight.shape).bfloat16() * 0.02  # as FSDP hands it to the block
 
     network = SimpleNamespace(layers=[block])
-    recomputed_modules.apply(SimpleNamespace(network=network), spec.trainer)
+    blocks.recompute_modules(SimpleNamespace(network=network), spec.trainer)
     forward = block.forward
     if spec.trainer.memory.recomputes_blocks:
         forward = partial(
@@ -385,7 +385,7 @@ def test_each_recomputed_module_frees_what_the_plan_says(model, compile, monkeyp
         for weight in block.parameters():
             weight.data = torch.randn(weight.shape) * 0.02
         network = SimpleNamespace(layers=[block])
-        recomputed_modules.apply(SimpleNamespace(network=network), spec.trainer)
+        blocks.recompute_modules(SimpleNamespace(network=network), spec.trainer)
         forward = block.forward
         if compile:
             torch._dynamo.reset()

@@ -21,7 +21,6 @@ from orrery.trainer.parallel import (
     context_parallel,
     expert_parallel,
     fsdp,
-    recomputed_modules,
 )
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -62,7 +61,7 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     context_parallel.apply(policy, world, trainer)
     expert_parallel.apply(policy, world, trainer)
     blocks.apply(policy, trainer)
-    recomputed_modules.apply(policy, trainer)
+    blocks.recompute_modules(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
     # The FP8 cache detects changed weights by the `_version` of their compute-dtype copies.
