@@ -36,10 +36,9 @@ from orrery.trainer.optim import optimizer as optimizers
 from orrery.trainer.optim.optimizer import StateOffload
 from orrery.trainer.parallel import activation_offload, blocks
 from orrery.trainer.parallel.activation_offload import ActivationOffload
-from orrery.trainer.parallel.context_parallel import UlyssesCore
+from orrery.trainer.parallel.context_parallel import RingCore, UlyssesCore
 from orrery.trainer.parallel.expert_parallel import DeepEpExchange, TorchExchange
 from orrery.trainer.parallel.gathered_keys import GatheredKeys
-from orrery.trainer.parallel.ring_attention import RingCore
 
 GEMMA = {
     "num_layers": 3,

@@ -15,9 +15,8 @@ from trainer_cases import MOE, manifest
 
 from orrery.kernels.attention import Documents, dispatch, flash, reference_varlen_attention
 from orrery.models.layers import Attention, Experts, MixtureOfExperts, rotary_angles
-from orrery.trainer.parallel.context_parallel import zigzag
+from orrery.trainer.parallel.context_parallel import RingCore, zigzag
 from orrery.trainer.parallel.expert_parallel import make_exchange
-from orrery.trainer.parallel.ring_attention import RingCore
 
 HEAD_DIM = 128
 LENGTHS = {"cpu": [70, 1, 9, 150], "cuda": [700, 1, 96, 1500]}
