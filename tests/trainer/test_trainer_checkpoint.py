@@ -35,7 +35,7 @@ from orrery.manifest.identity import canonical_json
 from orrery.manifest.publish import sha256
 from orrery.runtime.role_context import parse_role
 from orrery.runtime.run_directory import SHARED_MEMORY, inputs_path, saves_prefix
-from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, safetensors_file, saver
+from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, saver
 from orrery.trainer.assemble import assemble_learner
 from orrery.trainer.checkpoint_writer import CheckpointWriter, StageCheckpoints
 from orrery.trainer.export import export_checkpoint
@@ -431,7 +431,7 @@ def test_a_run_that_fails_or_is_ended_leaves_the_copied_checkpoint_to_its_saver(
 
 def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start, monkeypatch):
     learner = make_learner(manifest(), start)
-    monkeypatch.setattr(safetensors_file, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda: 1000)
     with (
         pytest.raises(
             RunFailed,
@@ -449,7 +449,7 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
     """Three ranks ask for 60 bytes each; their hosts have 100, and the second sees less of it."""
     told = iter([hosts, [100, 90, 100], [200, 200, 200], [9, 0, 0], [60, 60, 60]])
     world = SimpleNamespace(rank=0, all_gather=lambda value: next(told))
-    copy = safetensors_file.SharedCopy(Path("copy"), torch.device("cpu"))
+    copy = checkpoint.SharedCopy(Path("copy"), torch.device("cpu"))
     if fits:
         copy.check_room(60, world)
     else:
@@ -503,7 +503,7 @@ def test_copies_without_room_in_shared_memory_are_saved_by_a_saver_that_outlives
     start, tmp_path, monkeypatch, free, spared, is_taken
 ):
     learner, again = (make_learner(manifest(), start) for _ in range(2))
-    monkeypatch.setattr(safetensors_file, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(checkpoint, "disk_usage", lambda _: SimpleNamespace(free=free))
     fallocate = os.posix_fallocate
 
     def full(file: int, begin: int, size: int) -> None:
@@ -665,7 +665,7 @@ def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypat
         "flag": torch.tensor([True, False]),
     }
     save_file(tensors, tmp_path / "one")
-    copy = safetensors_file.SharedCopy(tmp_path / "memory" / "copy", torch.device("cpu"))
+    copy = checkpoint.SharedCopy(tmp_path / "memory" / "copy", torch.device("cpu"))
     num_bytes = copy.fill(tensors)
     content = (tmp_path / "memory" / "copy").read_bytes()
     assert len(content) == num_bytes

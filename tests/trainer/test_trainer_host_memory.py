@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from orrery.trainer.checkpoint import SharedCopy
 from orrery.trainer.host_memory import available_bytes, host_block
-from orrery.trainer.safetensors_file import SharedCopy
 
 GPU = torch.device("cuda", 0)
 

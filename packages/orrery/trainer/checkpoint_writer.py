@@ -31,8 +31,10 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import scaled
 from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint import (
+    SharedCopy,
     StateTensor,
     dtype_name,
+    layout,
     rng_state,
     state_header,
     state_of,
@@ -41,7 +43,6 @@ from orrery.trainer.heartbeat import io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import last_not_finite
 from orrery.trainer.parallel.world import World
-from orrery.trainer.safetensors_file import SharedCopy, layout
 from orrery.trainer.saver import (
     COPY,
     JOB,
