@@ -295,7 +295,7 @@ class Trainer(Record):
     - `indexer_choice` "own": attend to keys that the trainer's indexers choose. "replay": attend to
       keys that engines chose. "compare": as "own", and count differences from the engines' choice.
     - `expert_bias_rate`: step size of router biases towards an equal load of all experts
-      (`trainer/expert_load.py`). Null: biases are frozen.
+      (`trainer/learner.py`). Null: biases are frozen.
     """
 
     mesh: Mesh
