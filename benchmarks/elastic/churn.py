@@ -52,7 +52,7 @@ from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix, remove_me
 from orrery.tasks.chat import Renderer
 from orrery.trainer.elastic import LearnerWeights
 from orrery.trainer.learner import learning_rate_factor
-from orrery.trainer.text_data import open_texts, text_order
+from orrery.trainer.sft_data import open_texts, text_order
 from record import ROOT, committed, record
 from workspace import linked
 

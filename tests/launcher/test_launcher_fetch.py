@@ -501,8 +501,7 @@ def trained_letters(spec: Manifest, shard: int, tokenizer: Path) -> str:
     """Return the letters of the documents that a site trains in an epoch."""
     from orrery.tasks.chat import Renderer
     from orrery.tasks.tokenizer import write_tokenizer
-    from orrery.trainer.sft_data import load_examples
-    from orrery.trainer.text_data import text_batches
+    from orrery.trainer.sft_data import load_examples, text_batches
 
     write_tokenizer(spec.model, tokenizer)
     texts = load_examples(spec, tokenizer)

@@ -14,8 +14,7 @@ from orrery.manifest.schema import Manifest, TextData
 from orrery.manifest.shards import DATA_SUMS, SUMS, write_data_sums
 from orrery.tasks.chat import Renderer
 from orrery.tasks.tokenizer import write_tokenizer
-from orrery.trainer.sft_data import load_examples, open_examples
-from orrery.trainer.text_data import Texts, text_order
+from orrery.trainer.sft_data import Texts, load_examples, open_examples, text_order
 
 MANIFEST = load(Path(__file__).parents[2] / "manifests/elastic_text.json")
 TEXTS = ["one", "a longer text", "", "the fourth", "x" * 40]

@@ -23,8 +23,16 @@ from orrery.trainer.learner import Learner, StepResult, count_totals, learning_r
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.fsdp import reshard_all
 from orrery.trainer.parallel.world import World
-from orrery.trainer.sft_data import Chat, Chats, Examples, batches, open_examples, prefetch
-from orrery.trainer.text_data import Texts, text_batches
+from orrery.trainer.sft_data import (
+    Chat,
+    Chats,
+    Examples,
+    Texts,
+    batches,
+    open_examples,
+    prefetch,
+    text_batches,
+)
 from orrery.wire.columns import Columns
 from orrery.wire.packing import pack_for
 
