@@ -32,8 +32,8 @@ from orrery.runtime.metrics import process_tree, read
 from orrery.runtime.role_context import parse_role
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner, MismatchGuard
-from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import micro_batch
 from orrery.wire import rendezvous
 from orrery.wire.columns import Columns
 from record import parser_of, record

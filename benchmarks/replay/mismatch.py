@@ -29,9 +29,8 @@ from orrery.models import build, weights
 from orrery.observe.report.data import RunData
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner, count_members, learning_rate_factor
-from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
-from orrery.trainer.policy import Policy
+from orrery.trainer.policy import Policy, micro_batch
 from orrery.wire.columns import Columns, read_batch
 from orrery.wire.packing import pack_for
 from orrery.wire.routed_experts import COLUMN, route_shape

@@ -25,9 +25,9 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import weights
 from orrery.trainer.learner import Learner, count_members
-from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel import build_policy
 from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import micro_batch
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import COLUMN, check_routes, route_shape
 

@@ -48,7 +48,7 @@ from orrery.trainer.bench.__main__ import (
 from orrery.trainer.bench.rank import KINDS, divide_step, host_copies, kind_of
 from orrery.trainer.bench.report import expected
 from orrery.trainer.loss import COMPONENTS
-from orrery.trainer.micro_batch import count_members
+from orrery.trainer.policy import count_members
 
 ROOT = Path(__file__).resolve().parents[2]
 MOE = {**trainer_cases.MOE, "num_experts": 8}

@@ -29,8 +29,8 @@ from orrery.manifest.errors import RunFailed
 from orrery.models import build, weights
 from orrery.trainer.learner import count_totals
 from orrery.trainer.loss import COMPONENTS
-from orrery.trainer.micro_batch import count_members, micro_batch
 from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import count_members, micro_batch
 from orrery.wire.columns import Columns
 
 CPU = torch.device("cpu")

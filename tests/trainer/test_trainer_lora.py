@@ -18,9 +18,8 @@ from orrery.models.lora import adapters
 from orrery.models.weights import hf_tensors, named_hf_tensors, named_peft_tensors
 from orrery.trainer.export import export_policy
 from orrery.trainer.learner import count_totals
-from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
-from orrery.trainer.policy import Policy
+from orrery.trainer.policy import Policy, micro_batch
 
 LORA = {"rank": 4, "alpha": 8.0, "seed": 11}
 MODELS = {"dense": {}, "moe": {"family": "qwen3_moe", "moe": MOE}}

@@ -10,8 +10,8 @@ from trainer_cases import MISMATCH, manifest
 
 from orrery.manifest.errors import RunFailed
 from orrery.trainer.learner import MIN_TOKENS, MismatchGuard
-from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import micro_batch
 from orrery.wire.columns import Columns
 
 WORLD = World(0, 1, torch.device("cpu"), None)

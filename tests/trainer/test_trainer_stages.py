@@ -32,9 +32,8 @@ from orrery.trainer.assemble import assemble_rl, assemble_world
 from orrery.trainer.export import export_checkpoint
 from orrery.trainer.learner import count_totals
 from orrery.trainer.loop import RlLoop
-from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
-from orrery.trainer.policy import Policy
+from orrery.trainer.policy import Policy, micro_batch
 from orrery.trainer.publish import Publisher
 from orrery.trainer.saver import Saver
 from orrery.trainer.sft_data import endless_order, load_examples

@@ -21,13 +21,12 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, Optimizer, Schedule, Trainer
 from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.loss import COMPONENTS, StepSums, loss
-from orrery.trainer.micro_batch import TOTALS, MicroBatch, count_members, micro_batch
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.optim.optimizer import stream_state
 from orrery.trainer.parallel import blocks, context_parallel
 from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World
-from orrery.trainer.policy import Policy
+from orrery.trainer.policy import TOTALS, MicroBatch, Policy, count_members, micro_batch
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 

@@ -19,8 +19,8 @@ from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s
 from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
-from orrery.trainer.micro_batch import TOTALS
 from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import TOTALS
 from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver

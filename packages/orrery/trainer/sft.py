@@ -20,9 +20,9 @@ from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s
 from orrery.trainer.learner import Learner, StepResult, count_totals, learning_rate_factor
-from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.fsdp import reshard_all
 from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import micro_batch
 from orrery.trainer.sft_data import (
     Chat,
     Chats,

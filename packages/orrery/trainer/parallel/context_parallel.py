@@ -33,10 +33,9 @@ from orrery.manifest.schema import Mesh, Trainer
 from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import Attention
 from orrery.trainer.loss import Targets
-from orrery.trainer.micro_batch import MicroBatch, unweighted_token
 from orrery.trainer.parallel.gathered_keys import GatheredKeys
 from orrery.trainer.parallel.world import World, all_to_all, exchange
-from orrery.trainer.policy import Policy
+from orrery.trainer.policy import MicroBatch, Policy, unweighted_token
 
 _KEYS, _GRADIENTS = 0, 1  # message tags in a ring
 
