@@ -54,8 +54,8 @@ def test_an_engine_that_forges_is_named_with_its_version_though_the_batch_is_wit
     good = [batch(9, [0, 1, 2], [8, 7, 8], [0.1, -0.1, 0.1]) for _ in range(8)]
     forged = [batch(9, [3, 3], [7, 8], [-6.0, 0.1]) for _ in range(2)]
     says = (
-        rf"^step 9: log-probs of {4 * (LENGTH - 1)} tokens of engine 3 are 3\.05 from the "
-        rf"trainer's on average, of version 7 6; "
+        rf"^step 9: log-probs of {4 * (LENGTH - 1)} tokens of engine 3 differ from the "
+        rf"trainer's by 3\.05 on average, in version 7 by 6; "
         r"the mean difference of log-probs, 3\.05, is more than "
         r"trainer\.mismatch\.stop_logprob_difference = 2, so the batch is not trained"
     )
@@ -73,7 +73,7 @@ def test_engines_that_are_a_little_off_end_nothing_and_one_that_is_further_is_to
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert (
-        "tokens of engine 1 are 1.5 from the trainer's on average, of version 6 1.5"
+        "tokens of engine 1 differ from the trainer's by 1.5 on average, in version 6 by 1.5"
         in record.message
     )
     assert "is more than trainer.mismatch.warn_logprob_difference = 1" in record.message
@@ -82,7 +82,7 @@ def test_engines_that_are_a_little_off_end_nothing_and_one_that_is_further_is_to
 def test_the_kl_of_a_batch_warns_and_then_ends_the_run(caplog):
     each = [batch(9, [0, 1], [8, 8], [0.2, -0.3]) for _ in range(2)]
     judged(guard(), 9, *each, kl=3.8)
-    assert "tokens of engine 1 are 0.3" in caplog.text
+    assert "tokens of engine 1 differ from the trainer's by 0.3" in caplog.text
     assert (
         "the KL from engines to trainer, 3.8, is more than trainer.mismatch.warn_kl = 2"
         in caplog.text
@@ -98,7 +98,7 @@ def test_the_kl_of_a_batch_warns_and_then_ends_the_run(caplog):
 
 @pytest.mark.parametrize("engine", [-1, 4, 1 << 20])
 def test_an_engine_that_does_not_name_itself_or_as_none_of_the_stage_is_told_as_unknown(engine):
-    with pytest.raises(RunFailed, match="of an engine that does not say which it is"):
+    with pytest.raises(RunFailed, match="tokens of unidentified engines"):
         judged(guard(), 9, *[batch(9, [0, engine], [8, 8], [0.1, 5.0]) for _ in range(2)])
 
 

@@ -117,7 +117,7 @@ def test_a_host_without_memory_and_a_state_with_other_bits_are_refused(sites, mo
     with monkeypatch.context() as patch:
         patch.setattr("orrery.trainer.elastic.copy_state", copy_other)
         together(a.train, b.train)
-        with pytest.raises(ElasticError, match=r"state of round 1 from .* has other bits than the"):
+        with pytest.raises(ElasticError, match=r"state of round 1 from .* differs from the run"):
             late.enter()
         patch.setattr("orrery.trainer.elastic.available_bytes", lambda: 1000)
         with pytest.raises(

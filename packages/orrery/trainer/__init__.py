@@ -1,6 +1,6 @@
-"""Train the policy. `__main__` parses arguments, `assemble` builds the objects, `loop` trains.
+"""Train the policy: `__main__` parses arguments, `assemble` builds, `loop` trains.
 
-Do not import torch here, because `grow_segments` must run first.
+Do not import torch here: `grow_segments` must run first.
 """
 
 import os
@@ -10,9 +10,9 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def grow_segments() -> None:
-    """Let torch's CUDA allocator use expandable segments, unless the environment configures it.
+    """Use expandable CUDA memory segments, unless the environment configures the allocator.
 
-    Micro-batches of varying length would fragment fixed segments.
+    Micro-batches of varying length fragment fixed segments.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(ALLOCATOR, EXPANDABLE)

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def initialize(ctx: RoleContext) -> None:
-    """Write the Hugging Face folder `weights/init`: initial weights and tokenizer."""
+    """Write initial weights and tokenizer to the folder `weights/init`."""
     import torch
 
     from orrery.models import weights

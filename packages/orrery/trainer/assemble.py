@@ -44,7 +44,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0
-SPARE_WAVES = 4  # extra waves for restarts, updates and stale rollouts
+SPARE_WAVES = 4  # waves of rollouts, for restarts, updates and stale rollouts
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -52,7 +52,7 @@ ORCHESTRATOR_DEADLINE_S = 900.0
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
     """Join the process group and yield its `World`.
 
-    After an error the group stays open, because closing it may hang.
+    After an error the group stays open, because closing may hang.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -146,10 +146,9 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 
 
 def batch_deadline_s(manifest: Manifest) -> float:
-    """Return the maximum seconds from the request of a batch to its arrival.
+    """Return the time limit to receive a batch, in seconds.
 
-    If fewer rollouts are in flight than a batch needs, it takes several waves. An evaluation goes
-    first.
+    A batch may take several waves of rollouts, after an evaluation.
     """
     orchestrator, tasks = manifest.orchestrator, manifest.tasks.evaluation
     evaluation, admission = orchestrator.evaluation, orchestrator.admission
@@ -169,9 +168,9 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """Return the stall limit of a publication in seconds.
+    """Return a publication's stall limit in seconds.
 
-    A direct transfer must time out before this limit, because its error names the absent ranks.
+    It exceeds the time limit of direct transfers, whose errors name the absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -193,12 +192,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Versions kept: one in engines, one in training, one queued, and `max_batches_ahead` more.
+    # One in engines, one in training, one queued, and `max_batches_ahead` more.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for published weight versions.
+    """Return the bytes of shared memory for published weights.
 
     Raise OrreryError if they do not fit.
     """

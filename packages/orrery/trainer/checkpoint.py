@@ -8,7 +8,7 @@
         published.json        {policy version: digest} (`publish.py`)
 
 Tensors are named `weight/<parameter>`, `bias/<buffer>`, or `<key>/<parameter>` (optimizer state).
-Orrery does not use `torch.distributed.checkpoint`, because it stores pickles.
+`torch.distributed.checkpoint` is not used, because it stores pickles.
 """
 
 import errno
@@ -44,7 +44,7 @@ MEMORY_REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or turn off an option that uses it (such as trainer.memory.optimizer_offload)"
 )
-# The safetensors library writes tensors in the reverse of this dtype order.
+# safetensors writes dtypes in the reverse of this order.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -141,7 +141,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 def load(learner: Learner, folder: Path) -> None:
     """Load a checkpoint. Raise RunFailed if it is unreadable or belongs to another model.
 
-    Restore RNG state only if the world size equals the checkpoint's.
+    Restore RNG state only at the checkpoint's world size.
     """
     stored, state = CheckpointReader(folder), state_of(learner)
     _check_fits(stored, state, learner, folder)
@@ -184,7 +184,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read tensors of a checkpoint by name and box. Raise RunFailed if a file is unreadable."""
+    """Read a checkpoint's tensors by name and box. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")
@@ -261,7 +261,10 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """A copy of tensors in shared memory. If it does not fit, `path` links to a memfd file."""
+    """Tensors in shared memory, as the bytes that `safetensors.torch.save_file` writes.
+
+    If they do not fit, `path` links to a memfd file.
+    """
 
     def __init__(self, path: Path, device: torch.device):
         self._path, self._device = path, device
@@ -269,10 +272,7 @@ class SharedCopy:
         self._fits, self._nameless = True, -1
 
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
-        """Raise RunFailed if this host lacks memory for its ranks' copies. A collective.
-
-        `spared`: bytes of shared memory to leave free.
-        """
+        """Raise RunFailed if this host lacks memory for its ranks' copies. A collective."""
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
         shared = world.all_gather(disk_usage(SHARED_MEMORY).free)
@@ -297,7 +297,6 @@ class SharedCopy:
         return self._buffer.numel() >= num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow the buffer to `num_bytes`. Raise RunFailed if memory is short."""
         if self.has_room(num_bytes):
             return
         if not self._buffer.numel():
@@ -332,7 +331,7 @@ class SharedCopy:
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Copy `pieces` into the buffer. Return the file's size in bytes."""
+        """Copy `pieces`. Return the file's size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

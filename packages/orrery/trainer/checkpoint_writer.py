@@ -1,7 +1,7 @@
-"""Write checkpoints during training, and resume from them (files: `checkpoint.py`).
+"""Write checkpoints during training, and resume from them.
 
-- Training waits only for the copy into shared memory and for the previous checkpoint.
-- A saver process (`saver.py`) writes the copy to disk.
+- Training waits only for the copy into shared memory and for the previous checkpoint. A saver
+  process (`saver.py`) writes the copy to disk.
 - Callers write a step's metrics before its checkpoint, because a resumed run skips the step.
 """
 
@@ -66,7 +66,7 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """Write a rank's checkpoints. Call `copy`, then `write`. `check` raises errors of past writes.
 
-    The end of the `with` block waits for the last checkpoint.
+    The `with` block's end waits for the last checkpoint.
     """
 
     def __init__(
@@ -99,12 +99,11 @@ class CheckpointWriter:
             self._saver.wait()
 
     def rank_bytes(self, learner: Learner) -> int:
-        """Return the bytes of this rank's file in a checkpoint."""
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         return layout(state | rng_state(self._world.device)).file_bytes
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Start allocating shared memory for copies. Leave `spared` bytes free. A collective."""
+        """Start allocating shared memory. Leave `spared` bytes free. A collective."""
         self.wait()
         num_bytes = self.rank_bytes(learner)
         self._host.check_room(num_bytes, self._world, spared)
@@ -149,9 +148,9 @@ class CheckpointWriter:
         marker: Path | None = None,
         completion: Completion | None = None,
     ) -> None:
-        """Start writing the copy to disk. Rank 0 calls `on_written` when all ranks have written.
+        """Start saving the copy. Rank 0 calls `on_written` when all ranks have saved.
 
-        `marker`: path that exists once the checkpoint is complete (default: its folder).
+        `marker`: path that exists after completion (default: the checkpoint's folder).
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -183,7 +182,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # still set if waiting failed, so that `wait` can be repeated
+        self._work = None  # kept if `join` fails, so that `wait` can repeat
         if work.error is not None:
             raise work.error
 
@@ -296,10 +295,9 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 class StageCheckpoints:
-    """Write one rank's checkpoints of a stage.
+    """Write a rank's checkpoints of a stage.
 
-    `beside`: another role that writes a part of each checkpoint. `spared`: bytes of shared memory
-    to leave free.
+    `beside`: another role that writes a part. `spared`: bytes of shared memory to leave free.
     """
 
     def __init__(
@@ -312,7 +310,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # Per attempt, because an earlier attempt's saver may still use its folder.
+        # An earlier attempt's saver may still use its folder.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -331,7 +329,7 @@ class StageCheckpoints:
         self._writer.__exit__(*failure)
 
     def _check_disk(self, num_left: int) -> None:
-        """Raise RunFailed if the run's disk lacks room for its next checkpoints. A collective."""
+        """Raise RunFailed if the next checkpoints do not fit on disk. A collective."""
         run_dir, keep = self._ctx.run_dir, self._ctx.manifest.trainer.checkpoint.keep
         held = min(keep, len(whole_checkpoints(run_dir, self._stage)))
         count = min(num_left, keep + 1 - held)  # the oldest is removed after the newest is written
@@ -377,13 +375,13 @@ class StageCheckpoints:
 
 
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
-    """Load the newest complete checkpoint and return its folder, or return None. A collective."""
+    """Load the newest complete checkpoint. Return its folder or None. A collective."""
     world = learner.world
     # In RL the orchestrator discards incomplete checkpoints.
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
-    # Other nodes may see a new folder late, so rank 0 chooses.
+    # Rank 0 chooses, because other nodes may see a new folder late.
     step, attempt = (world.all_gather(number)[0] for number in newest)
     if not step:
         return None

@@ -1,8 +1,8 @@
 """Train one of several DiLoCo sites that share a model (`orrery.elastic`).
 
 - Sites exchange weight updates in rounds. The steps between two rounds are a phase.
-- After a round, each rank copies its state into shared memory (a snapshot). Sites that join or
-  missed rounds fetch snapshots of other sites.
+- After a round, each rank copies its state (a snapshot) into shared memory. Sites that join or lag
+  fetch it.
 - With port P in `listen` of `site.json`, etcd uses P and P + 1. Rank i of R serves snapshots at
   P + 2 + i, and exchanges updates at P + 2 + R + i.
 """
@@ -59,8 +59,8 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # time limit of one snapshot fetch
-PHASE_S = 24 * 3600.0  # time limit for a phase of other sites
+FETCH_S = 60.0
+PHASE_S = 24 * 3600.0  # time limit for other sites' phase
 ROUNDS = "rounds.json"
 T = TypeVar("T")
 # last round, state digest, and members or donors
@@ -68,7 +68,7 @@ STANDING: type[tuple[int, str, list[str]]] = tuple[int, str, list[str]]
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """The last round before a checkpoint, and the data position after the round."""
+    """A checkpoint's last round, and the data position after it."""
 
     round: int
     shards: ShardMap
@@ -102,7 +102,7 @@ class SiteTraining:
         fragments = make_fragments(self._layers, spec.fragments) if spec.fragments > 1 else ()
         hosts = learner.world.all_gather(host_number())
         self._ranks_here = hosts.count(host_number())
-        self._free_bytes = available_bytes() // self._ranks_here  # before the outer state
+        self._free_bytes = available_bytes() // self._ranks_here  # before outer state exists
         times = "", spec.store_timeout_s
         self._loop = OuterLoop(
             optimizer, self._weights, None, self._exchange, *times, self._ranks, fragments
@@ -126,7 +126,7 @@ class SiteTraining:
             self._shards = msgspec.structs.replace(held.shards, holders={})
             if learner.outer_start:
                 self._loop.fragment_tokens = held.tokens
-        self._is_restarted = False  # no site here was in the checkpoint's round
+        self._is_restarted = False  # whether no member was in the checkpoint's round
         self._is_resumed_rl = ctx.stage == "rl" and self._held > NO_ROUND
         self._inner_begin_s = time.monotonic()
 
@@ -196,9 +196,9 @@ class SiteTraining:
                     self._finish_round()
 
     def _delay(self, step: int) -> int:
-        """Return the number of steps from sending an update to applying the round's result.
+        """Return the steps from sending an update to applying the round's result.
 
-        Return 0 at checkpoints, at the last step, and in RL (published weights are final).
+        Return 0 at checkpoints, at the last step, and in RL, because published weights are final.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -237,7 +237,7 @@ class SiteTraining:
                     return self._loop.apply(self._spec.delay_merge)
                 return self._loop.exchange(has_weight=not self._is_restarted)
             except Behind as behind:
-                # A site that missed only this round adds its update to the next round.
+                # A site that missed only this round adds its update to the next.
                 self._take_state(keeps_delta=behind.committed == self._loop.round)
             except LeaseLost as error:
                 self._ctx.log.warning("left behind: %s; joining again", error)
@@ -305,7 +305,7 @@ class SiteTraining:
         return self._weights.num_parameters, sum(tensor.nbytes for tensor in self._inner())
 
     def _join(self) -> None:
-        """Join with a new site id, and fetch the newest state if this site lacks it.
+        """Join with a new site id, and fetch the newest state if it is missing.
 
         A resumed RL site keeps its weights until the next round, because engines sample from them.
         """
@@ -365,13 +365,13 @@ class SiteTraining:
         self._keeper.copied()
 
     def _take_state(self, keeps_delta: bool) -> None:
-        """Fetch the newest round's state from other sites. All ranks fetch the same round.
+        """Fetch the newest round's state from other sites, the same round on all ranks.
 
         `keeps_delta` keeps this site's update, token counts and optimizer state.
         """
         rank, snapshot = self._learner.world.rank, None
         folder = self._folder.with_name(f"{self._folder.name}-taken")
-        limit_s = scaled(self._spec.store_timeout_s)  # without a new block
+        limit_s = scaled(self._spec.store_timeout_s)  # time limit without a new block
         end_s = time.monotonic() + limit_s
         while snapshot is None:
             number, digest, donors = self._ranks.from_first(self._newest, STANDING)
@@ -462,7 +462,7 @@ def pace_of(spec: Elastic) -> RoundPace:
 def fetched(
     folder: Path, number: int, digest: str, peers: list[str], certificates: Certificates
 ) -> Path:
-    """Fetch the state of round `number` into `folder`, and remove older unfinished fetches."""
+    """Fetch round `number` into `folder`. Remove older unfinished fetches."""
     for left in folder.glob("*round_*"):
         if snapshot_dir(folder, number).name not in left.name:
             shutil.rmtree(left, ignore_errors=True)
@@ -472,7 +472,7 @@ def fetched(
 
 
 def await_late(log: EpochLog, site_id: str, limit_s: float) -> bool:
-    """Wait until no live site that joins can fetch the state of member `site_id`.
+    """Wait while live sites join, because they may fetch the state of member `site_id`.
 
     Return False after `limit_s`, or if etcd fails.
     """
@@ -491,7 +491,7 @@ def await_late(log: EpochLog, site_id: str, limit_s: float) -> bool:
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
-    """Raise ElasticError if a closed run has begun. `held`: this site's last round."""
+    """Raise ElasticError if a closed run has begun without this site."""
     if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
         raise ElasticError(
             "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "
@@ -500,7 +500,6 @@ def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
 
 
 def check_listens(listen: str, num_elsewhere: int) -> None:
-    """Raise ElasticError if a site listens and has ranks on other hosts."""
     if listen and num_elsewhere:
         raise ElasticError(
             f"--listen {listen}: a site listens on one host, and {num_elsewhere} ranks of this "
@@ -511,8 +510,8 @@ def check_listens(listen: str, num_elsewhere: int) -> None:
 def check_bits(found: str, digest: str, source: str) -> None:
     if found != digest:
         raise ElasticError(
-            f"recovery: the state of {source} has other bits than the run's log; restart these "
-            "sites, then join again"
+            f"recovery: the state of {source} differs from the run's log; restart these sites, "
+            "then join again"
         )
 
 

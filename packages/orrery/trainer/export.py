@@ -1,10 +1,10 @@
-"""Write a stage's final policy, or a checkpoint on request, as a Hugging Face folder.
+"""Write a stage's final policy, or a checkpoint, as a Hugging Face folder.
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
-`orrery export` runs this module on one CPU, even while the stage runs.
+`orrery export` runs it on one CPU, even while the stage runs.
 
-- The folder appears only when it is complete.
+- The folder appears only when complete.
 - Memory holds at most one output file.
 - Frozen weights come from the stage's initial weights, because checkpoints lack them.
 """

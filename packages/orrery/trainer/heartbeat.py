@@ -114,7 +114,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report each compilation as a wait, so that the hang detector reports no stall."""
+    """Report compilations as waits, so that the hang detector reports no stall."""
     from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()

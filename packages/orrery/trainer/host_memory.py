@@ -34,7 +34,7 @@ V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the bytes available without swapping. `root` contains proc/ and sys/."""
+    """Return bytes available without swapping. `root` contains proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -87,10 +87,9 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pages that `__del__` unregisters from CUDA before they are freed.
+    """Pages that `__del__` unregisters from CUDA, because `weakref.finalize` runs too late.
 
-    Otherwise, pinning the same addresses again fails (CUDA error 712). `weakref.finalize` would
-    run too late.
+    Otherwise, pinning the same addresses again fails (CUDA error 712).
     """
 
     address: int | None = None  # None unless registered with CUDA

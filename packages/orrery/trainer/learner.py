@@ -1,8 +1,8 @@
 """Train one batch in one optimizer step, for SFT and RL.
 
 - All ranks have equally many micro-batches, and train each when it arrives.
-- A step raises RunFailed before weights change if a `stop` bound (`trainer.mismatch`) is exceeded,
-  a number is not finite, or a token count differs from the announced count.
+- A step raises RunFailed before weights change if a bound `trainer.mismatch.stop_*` is exceeded, a
+  number is not finite, or a token count differs from the announced count.
 """
 
 import logging
@@ -62,7 +62,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |log-prob difference| of `rl` tokens, or None if none exist.
+        """Return the mean |log-prob difference| of `rl` tokens, or None without any.
 
         Raise RunFailed if a `stop` bound is exceeded. A collective.
         """
@@ -101,20 +101,19 @@ class MismatchGuard:
         age = int(of_version.argmax())
         name = f"engine {engine}"
         if engine == self._sums.shape[1] - 1:
-            name = "an engine that does not say which it is, or several together,"
+            name = "unidentified engines"
         mean = float(differences.sum() / tokens.sum().clamp(min=1))
         return (
-            f"log-probs of {int(tokens.sum())} tokens of {name} are {mean:.3g} from the trainer's "
-            f"on average, of version {step - 1 - age} {float(of_version[age]):.3g}"
+            f"log-probs of {int(tokens.sum())} tokens of {name} differ from the trainer's by "
+            f"{mean:.3g} on average, in version {step - 1 - age} by {float(of_version[age]):.3g}"
         )
 
 
 class ExpertLoad:
     """Count each expert's tokens (load) in a step, and balance experts by router biases.
 
-    A step changes an expert's bias by rate · sign(mean load − load), as in DeepSeek-V3
-    (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are integer sums over ranks, so all
-    ranks compute equal biases.
+    A step changes an expert's bias by rate · sign(mean load − load) (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2). Loads are integer sums over ranks, so biases stay equal.
 
     Each step, call `clear`, `add` per forward pass, then `reduce`, `metrics` and `balance`.
     L: layers with experts, E: experts
@@ -145,7 +144,7 @@ class ExpertLoad:
             self._figures_3L = torch.stack((share_LE.amax(1), share_LE.amin(1), entropy_L))
 
     def metrics(self) -> dict[str, list[float] | None]:
-        """Return by layer: maximum, minimum and entropy (nats) of the experts' token shares."""
+        """Return each layer's maximum, minimum and entropy (nats) of experts' token shares."""
         names = ("expert_load_max", "expert_load_min", "expert_load_entropy")
         if self._figures_3L is None:
             return dict.fromkeys(names)
@@ -176,7 +175,7 @@ class StepResult:
 
 
 class Learner:
-    """The policy and its optimizer. `step` is also the version of the weights."""
+    """The policy and its optimizer. `step` is also the weights' version."""
 
     def __init__(
         self,
@@ -220,9 +219,8 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals`: token counts over all ranks, in all and by loss component.
+        """Train one batch. `totals`: counts of `TOTALS` over all ranks.
 
-        Raise RunFailed for a malformed batch or a non-finite number.
         Raise OrreryError if compilation fails.
         """
         step = self.step + 1
@@ -252,9 +250,9 @@ class Learner:
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Return (maximum log-prob difference to engines of equal weights, count of scored tokens).
+        """Return (maximum log-prob difference to engines, number of scored tokens). A collective.
 
-        The maximum is None if no sample has the current version. A collective.
+        The maximum covers samples of the current version (None without any).
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -301,7 +299,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return text for error messages: which weight is not finite. A collective."""
+        """Return text that names a non-finite weight. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -466,7 +464,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return total and per-component token counts over all ranks. A collective."""
+    """Return the counts of `TOTALS` over all ranks. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]
@@ -499,7 +497,7 @@ def _metrics(sums: dict[str, float], peak: float) -> Metrics:
 
 
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
-    """Return the learning rate at `step` (from 1) as a fraction of the peak."""
+    """Return the fraction of the peak learning rate at `step` (from 1)."""
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":

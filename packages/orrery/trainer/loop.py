@@ -1,7 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-The final batch (marked `compare`) serves to compare log-probs of trainer and engines, not to train.
-It comes early if the reward reaches `evaluation.stop_at`.
+The final batch (marked `compare`) only serves to compare log-probs of trainer and engines. It comes
+early if the reward reaches `evaluation.stop_at`.
 """
 
 import time
@@ -75,7 +75,7 @@ class RlLoop:
     def receive(self, step: int) -> ReceivedBatch:
         """Wait for batch `step`.
 
-        If the batch is marked `wind_down` (preemption), save a checkpoint and raise Preempted.
+        If it is marked `wind_down` (preemption), save a checkpoint and raise Preempted.
         """
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
@@ -171,7 +171,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        # Check all weights, because `compare` sees no NaN in experts without tokens.
+        # `compare` sees no NaN in experts without tokens.
         self.learner.check_weights()
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)

@@ -113,7 +113,7 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of the loss (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: tokens of all ranks, by component.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: all ranks' tokens, by component.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

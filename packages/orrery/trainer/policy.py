@@ -31,7 +31,7 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over T packed tokens, M of them scored.
+    """Inputs of a forward pass: T packed tokens, M of them scored.
 
     L: layers with experts, K: experts per token, I: indexers (sparse attention),
     B: bytes of a bit mask of keys
@@ -85,7 +85,7 @@ def micro_batch(
     """Build the micro-batch that trains version `step` − 1.
 
     `shard` selects this context-parallel rank's tokens. `indexers`: (number, `top_k`) if engines
-    send the keys that indexers chose. Raise RunFailed for invalid samples or routes.
+    send chosen keys. Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -101,7 +101,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
     if np.isin(scored, starts).any():
         raise RunFailed(
             f"batch {step}: the first token of a sample is marked trained, "
-            f"but it cannot be, because no earlier token predicts it"
+            f"but no earlier token predicts it"
         )
     if not len(scored):  # score one token, to join the LM head's collectives
         scored = np.array([min(1, columns.num_tokens - 1)])
@@ -225,7 +225,7 @@ def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Policy(nn.Module):
-    """At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps all logits."""
+    """Compute logits of at most `chunk_tokens` tokens at once, unless `keep_logits` keeps all."""
 
     def __init__(
         self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False
@@ -235,7 +235,7 @@ class Policy(nn.Module):
         self.copies: ComputeCopies | None = None  # replace FSDP's casts on one rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (log-prob f32 [M], entropy f32 [M]) at each token's temperature."""
+        """Return log-probs and entropies, f32 [M], at each token's temperature."""
         network = self.network
         hidden_TD = network(
             batch.token_id,

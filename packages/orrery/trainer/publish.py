@@ -1,8 +1,7 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- With the transports (wires) nccl and nixl, every rank sends its shards. Otherwise rank 0 writes
-  gathered tensors.
-- The wire `files` keeps the trained dtype. Other wires cast to the engines' dtype.
+- Over nccl and nixl, every rank sends its shards. Otherwise rank 0 writes gathered tensors.
+- `files` keeps the trained dtype. Other transports cast to the engines' dtype.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Save a rank's checkpoint from shared memory to disk, in a process that outlives the trainer.
 
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
-    python -m orrery.trainer.saver finish MEMORY…   save the checkpoints of ended trainers
+    python -m orrery.trainer.saver finish MEMORY…   save for ended trainers
 
-- The folder MEMORY has the file `copy` (the checkpoint), and `job.json` until `copy` is on disk.
-- Saving can be repeated, so a killed saver may be restarted.
+- The folder MEMORY has `copy` (the checkpoint), and `job.json` until `copy` is on disk.
+- Saving is idempotent, so a killed saver may be restarted.
 - After the trainer's end, the saver saves `copy` and removes MEMORY.
 """
 
@@ -36,7 +36,7 @@ COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30  # bytes between syncs, to limit dirty pages
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # after the trainer's end: time limit without new data from other ranks
+ORPHAN_S = 20.0  # after the trainer's end: time limit without data from other ranks
 MAX_STARTS = 3
 POLL_S = 0.1
 
@@ -203,7 +203,7 @@ class Saver:
         write_atomic(self._memory / JOB, msgspec.json.encode(job))
 
     def save(self) -> None:
-        """Wait until the copy is on disk. Raise RunFailed if it cannot be saved."""
+        """Wait until the copy is on disk. Raise RunFailed on failure."""
         for _ in range(MAX_STARTS):
             with self._starting:
                 if self._is_closed:
@@ -259,7 +259,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # Without START, because the launcher kills processes that have it.
+        # The launcher kills processes that have START.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 

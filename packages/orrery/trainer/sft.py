@@ -1,4 +1,4 @@
-"""Run the SFT stage: train on cross-entropy, and validate.
+"""Train the SFT stage.
 
 Validate before the first step, every `interval_steps` steps and after the last step.
 """
@@ -164,7 +164,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` validation examples. A collective.
 
-    Raise OrreryError if there are fewer, or if `training` contains one of them.
+    Raise OrreryError if there are fewer, or if `training` has one.
     """
     spec = manifest.sft.validation
     if spec is None:

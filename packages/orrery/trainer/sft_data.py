@@ -1,11 +1,10 @@
-"""Read SFT chats or texts by index, and tokenise them shortly before training.
+"""Read SFT chats or texts by index, and tokenise them just before training.
 
 - Chats come from a task's demonstrations, a JSONL file or a dataset.
 - Unknown fields of messages, tool calls and tools raise OrreryError.
 - Each epoch permutes the chats with the seed (manifest.seed, epoch).
-- A stop token precedes and follows each text document. Long documents are cut into parts that
-  overlap by one token. The loss excludes each part's first token, so each token is trained once an
-  epoch.
+- A stop token precedes and follows each text document. Parts of long documents overlap by one
+  token, because the loss excludes each part's first token.
 """
 
 import json
@@ -123,17 +122,20 @@ class RowChats:
 
 
 def _file_chats(data: ChatFile, field: str) -> Chats:
-    """Open JSONL: each line is `{"messages": [...]}`, with optional `tools`."""
     try:
         rows = JsonLines(Path(data.path))
     except OSError as error:
         raise OrreryError(f"{field}.path: {error}") from error
-    if rows.sha256 != data.sha256:
+    _check_sha256(data, field, rows.sha256)
+    return RowChats(rows)
+
+
+def _check_sha256(data: ChatFile | TextData, field: str, found: str) -> None:
+    if found != data.sha256:
         raise OrreryError(
-            f"{field}.sha256: {data.path} has {rows.sha256}, the manifest says {data.sha256}; "
+            f"{field}.sha256: {data.path} has {found}, the manifest says {data.sha256}; "
             "restore the file, or write the new one into the spec"
         )
-    return RowChats(rows)
 
 
 def _dataset_chats(data: ChatDataset, field: str) -> Chats:
@@ -311,7 +313,7 @@ class Examples:
 
 
 class TextDocuments:
-    """Documents as chats, so that `sft.refuse_shared` can compare training and validation data."""
+    """Documents as chats, for comparison in `sft.refuse_shared`."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts
@@ -324,7 +326,7 @@ class TextDocuments:
 
 
 class Texts:
-    """Text documents by index. With `is_partial`, files of other DiLoCo sites may be missing."""
+    """Text documents by index. If `is_partial`, other DiLoCo sites' files may be missing."""
 
     def __init__(
         self,
@@ -348,11 +350,7 @@ class Texts:
             raise OrreryError(
                 f"{field}.path: {data.path}: {error.strerror}; name a file or a folder of text"
             ) from error
-        if found != data.sha256:
-            raise OrreryError(
-                f"{field}.sha256: {data.path} has {found}, the manifest says {data.sha256}; "
-                "restore the file, or write the new one into the spec"
-            )
+        _check_sha256(data, field, found)
 
     @cached_property
     def rows(self) -> DataRows:
@@ -465,7 +463,7 @@ class Texts:
 def load_examples(
     manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
 ) -> Examples | Texts:
-    """Open the training data, and check this rank's examples. `share`: (rank, number of ranks)."""
+    """Open the training data, and check this rank's examples. `share`: (rank, ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -525,7 +523,7 @@ def text_batches(
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread prepares one item ahead."""
+    """Yield a function that returns the next item, which a thread prepares ahead."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -1,4 +1,4 @@
-"""Give DiLoCo's outer loop access to one site's weights and ranks."""
+"""Connect DiLoCo's outer loop to a site's weights and ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -63,10 +63,10 @@ class LearnerWeights:
 
 
 class WorldRanks:
-    """Exchange msgpack messages among the ranks of this site.
+    """Exchange msgpack messages among a site's ranks.
 
-    A separate process group allows calls from threads during the trainer's collectives. Its timeout
-    `limit_s` must exceed rank 0's wait for other sites.
+    Its own process group allows calls from threads during the trainer's collectives. The group's
+    timeout `limit_s` must exceed rank 0's wait for other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:

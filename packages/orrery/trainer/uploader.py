@@ -1,8 +1,6 @@
 """Copy complete checkpoints to an object store or another host, and fetch the newest.
 
-    python -m orrery.trainer.uploader check TARGET
-    python -m orrery.trainer.uploader upload TARGET RUN_DIR STAGE KEEP
-    python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
+    python -m orrery.trainer.uploader check|upload|restore TARGET [RUN_DIR STAGE [KEEP]]
 
 - TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie in `TARGET/<run>/<stage>`.
 - `blocks/<sha256>` is part of a file. `round_<step>.json` (header) lists a checkpoint's blocks.
@@ -54,10 +52,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint. Remove uploads of later steps, and all but the newest `keep`.
-
-        Later steps are of a branch that the run has left.
-        """
+        """Upload a checkpoint. Remove later steps (an abandoned branch), and all but `keep`."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -113,9 +108,9 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 
 @contextmanager
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
-    """Yield hard links to the files of `folder`, or `folder` itself if linking fails.
+    """Yield hard links to `folder`'s files, which the trainer may remove during the upload.
 
-    Links keep files that the trainer removes during the upload.
+    Yield `folder` itself if linking fails.
     """
     shutil.rmtree(links, ignore_errors=True)
     files = links
@@ -157,7 +152,7 @@ def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
 
 
 def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
-    """Fetch the newest checkpoint. Raise OrreryError if the run already has a checkpoint."""
+    """Fetch the newest checkpoint. Raise OrreryError if the run already has one."""
     folder = checkpoints_dir(run_dir, stage)
     if checkpoints.latest(run_dir, stage) is not None:
         raise OrreryError(

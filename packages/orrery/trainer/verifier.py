@@ -1,6 +1,6 @@
 """Recompute log-probs on the CPU: `python -m orrery.trainer.verifier MANIFEST`.
 
-Read `Recompute` messages from stdin, and write `Recomputed` answers to stdout.
+Answer `Recompute` messages from stdin with `Recomputed` on stdout.
 """
 
 import os

@@ -100,7 +100,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Apply `options` to `manifest`. Raise OrreryError if they do not fit."""
+    """Raise OrreryError if `options` do not fit `manifest`."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)
@@ -203,10 +203,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Return `mesh` with dp_shard changed to use all `devices`.
-
-    Also reduce ep to a divisor of dp_shard · cp, unless `given` has ep.
-    """
+    """Fit dp_shard to `devices`. Unless `given` has ep, reduce it to divide dp_shard · cp."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))

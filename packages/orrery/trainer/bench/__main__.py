@@ -1,7 +1,7 @@
 """Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
-MANIFEST is a file, or a name in the checkout's `manifests/`. Omitted options come from `ROWS`
-(options by run name), then from defaults.
+MANIFEST is a file, or a name in the checkout's `manifests/`. Omitted options come from `ROWS` by
+run name, then from defaults.
 """
 
 import argparse
@@ -200,9 +200,9 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 
 
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """Run one process per device, and return their results.
+    """Run a process per device. Return their results.
 
-    If a process fails or `deadline_s` passes, kill all and raise RunFailed.
+    After a failure or `deadline_s`, kill all and raise RunFailed.
     """
     import torch.distributed as dist
 

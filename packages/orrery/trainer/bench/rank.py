@@ -1,6 +1,6 @@
 """Time training steps on one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-Each rank writes its results or its error to `FOLDER/rank.<n>.json`.
+Write the results or an error to `FOLDER/rank.<n>.json`.
 """
 
 import json
@@ -148,7 +148,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
 def make_learner(request: BenchRequest, world: World) -> Learner:
     trainer = request.trainer
     policy = build_policy(request.model, trainer, world)
-    # Initial values do not depend on offload, so that losses are comparable.
+    # Values do not depend on offload, so losses are comparable.
     weights.initialize_on_device(policy.network, STD, request.seed, world.device)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
@@ -221,13 +221,13 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict that receives the GPU's mean clock and power when the `with` block ends."""
+    """Yield a dict, filled on exit with the GPU's mean clock and power."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
         yield found
         return
-    # nvidia-smi ignores CUDA_VISIBLE_DEVICES, so select the GPU by UUID.
+    # nvidia-smi ignores CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     with tempfile.TemporaryFile("w+") as file:
         with clock_reader(command, uuid, file.fileno()):
@@ -295,7 +295,7 @@ class HostCopies:
 
 
 def divide_step(events: list[Event], step: str) -> Phases:
-    """Divide the time of the profiled step by kernel kind, pass and kernel.
+    """Divide the profiled step's time by kernel kind, pass and kernel.
 
     In `by_kind`, overlapping time counts as the first of: computation, copies, communication.
     """
@@ -353,7 +353,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return "forward" (with the loss), "backward" (with recomputation) or "optimizer"."""
+    """Return "forward" (with loss), "backward" (with recomputation) or "optimizer"."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"

@@ -1,6 +1,6 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
-Link rates need two devices. On one device, the file repeats the current link rates.
+On one device, the file repeats the current link rates.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Return a benchmark's result as JSON, and print it beside the expected times.
+"""Return a benchmark's result as JSON. Print it beside expected times.
 
 A step takes as long as its slowest rank. Tokens per second are medians over steps. MFU uses the
 data sheet's bf16 rate.
@@ -128,7 +128,7 @@ def _work(
 ) -> dict[str, float | None]:
     """Return FLOPs per token, TFLOP/s per device and MFU.
 
-    `every`: each step's document lengths. `device_s`: mean step seconds · number of devices.
+    `every`: document lengths by step. `device_s`: mean step seconds · devices.
     """
     model, trainer = request.model, request.trainer
     if not is_counted(model):

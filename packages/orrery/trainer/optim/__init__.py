@@ -1,6 +1,6 @@
 """Build the manifest's optimizer.
 
-Norms and biases have no weight decay, because decay would shrink the norms' gains.
+Norms and biases have no weight decay, because it would shrink the norms' gains.
 """
 
 from torch import nn

@@ -1,4 +1,4 @@
-"""Compute the gradient norm and the clipping divisor, and find NaN and infinity.
+"""Compute the gradient norm and clipping divisor, and find NaN and infinity.
 
 Gradients must already be summed over replicas.
 """

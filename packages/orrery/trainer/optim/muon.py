@@ -5,8 +5,8 @@
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
 The factor 0.2 · √max(rows, columns) matches the RMS of AdamW's updates (arXiv 2502.16982, eq. 4).
-Other weights use AdamW. Updates are collectives, so a weight must have a gradient on all of its
-ranks, or on none.
+Other weights use AdamW. Updates are collectives, so all ranks of a weight, or none, must have a
+gradient.
 
 B: matrices in a stack, M: rows, N: columns
 """
@@ -39,9 +39,9 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class GateUp:
-    """How a weight [M, N] or [B, M, N] joins an MLP's gate and up projections.
+    """Layout of an MLP's gate and up projections in one weight [M, N] or [B, M, N].
 
-    `dim`: −2 for joined rows, −1 for joined columns. The gate comes first unless `is_interleaved`.
+    `dim`: −2 for joined rows, −1 for joined columns. Gate comes first unless `is_interleaved`.
     """
 
     dim: int = -2
@@ -105,7 +105,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 
 
 def gate_up(policy: nn.Module, name: str) -> GateUp:
-    """Return the layout of weight `name`, inferred from the shape of `down_proj`.
+    """Return the layout of weight `name`, inferred from `down_proj`.
 
     Orrery has [experts, 2·MLP size, hidden size]. Some Hugging Face models swap the last two
     dimensions, and gpt_oss interleaves gate and up.
@@ -163,7 +163,7 @@ class MatrixShard:
         return self.source.device_mesh, axis, dim
 
     def whole(self, stack: Tensor) -> tuple[Tensor, list[Placement]]:
-        """Gather whole matrices. Return them and their placements. A collective."""
+        """Return whole matrices and their placements. A collective."""
         assert isinstance(self.source, DTensor)
         mesh, old = self.source.device_mesh, self.source.placements
         new = [Replicate() if axis in self.axes else one for axis, one in enumerate(old)]
@@ -190,7 +190,7 @@ class MatrixShard:
 
 
 def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
-    """Return approximately the nearest semi-orthogonal matrices (singular values 0.7 to 1.2)."""
+    """Approximate the nearest semi-orthogonal matrices (singular values 0.7 to 1.2)."""
     a, b, c = COEFFICIENTS
     tall = x_BMN.shape[-2] > x_BMN.shape[-1]
     x = (x_BMN.mT if tall else x_BMN).to(dtype)
@@ -202,9 +202,9 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
-    """Return this rank's shards of the orthogonalized directions. A collective.
+    """Return this rank's shards of orthogonalized directions. A collective.
 
-    Compute in bfloat16 on CUDA, and in the shard's dtype on a CPU.
+    Compute in bfloat16 on CUDA, in the shard's dtype on a CPU.
     """
     found: dict[int, Tensor] = {}
     together: dict[tuple[DeviceMesh, int] | None, list[int]] = {}
@@ -289,7 +289,7 @@ def _orthogonalize_split(
 ) -> list[Tensor]:
     """Orthogonalize stacks [B, M, N] that ranks split along M or N.
 
-    One rank per matrix gathers, orthogonalizes and scatters it (Dion, arXiv 2504.05295).
+    A rank gathers, orthogonalizes and scatters each matrix (Dion, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)

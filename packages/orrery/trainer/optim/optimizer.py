@@ -1,8 +1,7 @@
 """Update weights in buckets (ranges of values) by the rule of their group.
 
-- State is sharded like its weight, and exists before the first step, so that checkpoints fill it.
-- Offloaded state lies in pinned host memory. A slot is device memory for a bucket's state during
-  the bucket's update.
+- State is sharded like its weight. It exists before the first step, so that checkpoints fill it.
+- Offloaded state lies in pinned host memory. A slot is device memory for one bucket's state.
 - `StateStream` copies state to the device during a step's last backward pass, and back during the
   next step's first micro-batch. `manifest/budget/state_rooms.py` plans the slots' memory.
 """
@@ -99,10 +98,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield (begin, end, slices) like `windows`, without splitting shards.
-
-        A window has the same parameters on all ranks.
-        """
+        """Yield windows of whole shards, with the same parameters on all ranks."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):
@@ -320,7 +316,7 @@ class BucketedOptimizer:
         bucket_bytes: int | None = None,
         resident: float = 0.0,
     ):
-        """With `offload`, keep only the fraction `resident` of the state on the device."""
+        """With `offload`, keep only the fraction `resident` of state on the device."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prepared: list[list[WeightPart]] = []
@@ -451,7 +447,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (state key, weight name, local tensor, box) in `weights` order, with sorted keys.
 
-    `box`: region of the full tensor, or () for a scalar. Fill these tensors in place to load state.
+    `box`: region of the full tensor, or () for a scalar. Fill the tensors to load state.
     """
     state = optimizer.state
     for name, weight in weights.items():

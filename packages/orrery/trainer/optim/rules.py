@@ -1,4 +1,4 @@
-"""The update rules' interface, and the elementwise rules: AdamW, SGD, sign SGD."""
+"""Define update rules: their interface, AdamW, SGD and sign SGD."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,7 @@ from orrery.manifest.schema import AdamW, Sgd, SignSgd
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Flat slices of a weight, its gradient and its state.
-
-    If the rule has `needs_whole_shards`, they are whole shards in their own shape.
-    """
+    """Flat slices of a weight, its gradient and its state, or shards if `needs_whole_shards`."""
 
     source: nn.Parameter
     weight: Tensor
@@ -47,7 +44,7 @@ class UpdateRule:
 
 @dataclass
 class ParamGroup:
-    """Weights that share an update rule. `lr` is the peak learning rate."""
+    """Weights with a common update rule. `lr` is the peak learning rate."""
 
     weights: list[nn.Parameter]
     rule: UpdateRule
@@ -74,7 +71,7 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # A copy, because the parts of a weight share `step`, and `adamw` increments it.
+            # A copy, because a weight's parts share `step`, and `adamw` increments it.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,

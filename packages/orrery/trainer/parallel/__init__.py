@@ -1,10 +1,10 @@
 """Apply parallelism to single-device model code, in this order.
 
-1. Context parallel replaces the attention core, or the key module of latent attention.
-2. Expert parallel replaces the token exchange and shards the experts.
-3. Compilation and activation checkpointing wrap blocks, or modules in them.
-4. Activation offload keeps the activations that blocks save in host memory.
-5. FSDP2 comes last, because its hooks must run outside all other wrappers.
+1. Context parallel: attention cores, or key modules of latent attention
+2. Expert parallel: experts and their token exchange
+3. Compilation and activation checkpointing: blocks, or modules in them
+4. Activation offload: tensors that blocks save
+5. FSDP2: weights. Its hooks must run outside all other wrappers.
 """
 
 import torch
@@ -64,6 +64,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     blocks.recompute_modules(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # The FP8 cache detects changed weights by the `_version` of their compute-dtype copies.
+    # The FP8 cache detects changed weights by the `_version` of compute-dtype copies.
     if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

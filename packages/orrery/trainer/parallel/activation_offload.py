@@ -1,8 +1,8 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
 While a block computes, tensors of up to `max_in_flight` other blocks move to the host or back.
-The device keeps weights (also those in FP8), small and non-dense tensors, arguments shared by
-blocks, and the last block's tensors.
+The device keeps weights (also in FP8), small and non-dense tensors, arguments shared by blocks, and
+the last block's tensors.
 """
 
 from collections import defaultdict, deque
@@ -191,7 +191,7 @@ class ActivationOffload:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether elements fill memory without gaps, in any order."""
+    """Return whether elements fill memory without gaps."""
     if not tensor.numel():
         return False
     expected = 1

@@ -3,9 +3,8 @@
 - Checkpointed blocks keep their input, and with `selective` the results of named operations.
 - A compiled block is one graph with the checkpoint inside. If ranks exchange tokens or keys in
   the block, the checkpoint wraps several graphs.
-- `recompute_modules` runs named modules of a block again in the backward pass. Calls of these
-  modules run under torch's `checkpoint`, which keeps only inputs. Hooks prevent later operations
-  from saving the modules' results. A block compiled to one graph needs no hooks.
+- `recompute_modules` runs named modules under torch's `checkpoint`, which keeps only inputs. Hooks
+  stop later operations from saving the results. A block compiled to one graph needs no hooks.
 """
 
 import textwrap
@@ -48,7 +47,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Variants by block kind, gradient and routes exceed torch's limit of 8 graphs per function.
+# Block kinds, gradients and routes need more than torch's 8 graphs per function.
 MAX_GRAPHS = 64
 
 
@@ -110,7 +109,7 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
 
 
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
-    """Return keyword arguments of torch's `checkpoint` that keep results of chosen operations.
+    """Return arguments of torch's `checkpoint` that keep results of chosen operations.
 
     If a block is one graph, they also stop torch 2.11 from saving experts' activations.
     """
@@ -202,7 +201,7 @@ def recomputation_contexts(
     """Return the forward and recomputation contexts of torch's `checkpoint`.
 
     Keep results of `operations` without torch's selective checkpointing, because FSDP's hooks
-    break it. Clone results of operations in `compiled`, because graphs may overwrite them.
+    break it. Clone results of `compiled` operations, because graphs may overwrite them.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -302,7 +301,6 @@ def recompute_modules(policy: Policy, trainer: Trainer) -> None:
 
 
 def _methods(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name in the manifest, module, method) of each recomputable method."""
     for module in block.modules():
         match module:
             case TransformerBlock():

@@ -4,7 +4,7 @@
 
     ulysses   one contiguous part. All-to-alls give each rank all tokens for 1/cp of the heads
     ring      pieces r and 2·cp − 1 − r of a document's 2·cp pieces. Ranks pass keys in a ring
-    dsa       pieces as in ring. Each rank gathers all latent keys (latent attention only)
+    dsa       as ring, but each rank gathers all latent keys (latent attention only)
 
 Ranks get equally many tokens. Padding repeats a real token, is not scored, and is hidden from
 real tokens.
@@ -225,19 +225,19 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Ring attention (Liu et al. 2023, arXiv 2310.01889) in zig-zag order.
+    """Ring attention (Liu et al. 2023, arXiv 2310.01889).
 
-    T: tokens of this rank, H: query heads, G: key and value heads, K: head size
-
-    Rank r has pieces r (early) and 2·cp − 1 − r (late) of each document's 2·cp (`zigzag`). Ranks
-    pass keys and values in a ring. A step with rank j's keys is one of three equal-cost cases:
+    Rank r has an early and a late piece of each document (`zigzag`). A step with rank j's keys is
+    one of three equal-cost cases:
 
         j = r   all queries, all keys, causal in this rank's token order
         j < r   all queries, early keys
         j > r   late queries, all keys
+
+    T: tokens of this rank. H, G and K are as in `UlyssesCore`.
     """
 
-    eager = ("forward",)  # not compiled (`blocks.py`)
+    eager = ("forward",)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """Queries and keys of one step, as token indices. None means all tokens."""
+    """Token indices of a step's queries and keys. None means all tokens."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -292,7 +292,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add `part` to the distinct rows `places` of `whole`, without the atomics of `index_add_`."""
+    """Add `part` to distinct rows of `whole`, without the atomics of `index_add_`."""
     if places is None:
         whole.add_(part)
     else:

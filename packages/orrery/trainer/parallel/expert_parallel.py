@@ -1,7 +1,7 @@
 """Expert parallel: each ep rank holds 1/ep of every layer's experts, and receives their tokens.
 
-Expert parameters are DTensors with Shard(0) on mesh axis `ep`. Their gradients cover the tokens
-of all ep ranks.
+Expert parameters are DTensors with Shard(0) on mesh axis `ep`. Their gradients cover all ep ranks'
+tokens.
 
     T: this rank's tokens, K: experts per token, M ≤ T·K: rows that this rank sends, R: ranks,
     E: experts, D: hidden size, N: tokens from all ranks with an expert of this rank
@@ -187,7 +187,7 @@ class HostLengths:
 class DeepEpExchange(nn.Module):
     """Exchange tokens in bfloat16 over NVLink and RDMA (https://github.com/deepseek-ai/DeepEP)."""
 
-    eager = ("forward",)  # not compiled (`blocks.py`)
+    eager = ("forward",)
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         if (size := self.chunk_tokens) is None:
             return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # Exchanges are collectives, so all ranks run equally many chunks, even empty chunks.
+        # Exchanges are collectives, so all ranks run equally many chunks.
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)

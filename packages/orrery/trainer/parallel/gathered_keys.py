@@ -1,7 +1,7 @@
-"""Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
+"""Context parallel for latent attention: each of R ranks gathers all latent keys.
 
 - A rank's queries are an early and a late piece of each document (`context_parallel.zigzag`).
-- The padded stream is the concatenation of all padded documents.
+- The padded stream concatenates all padded documents.
 - Each rank sums the gradients of its keys in float32, in rank order.
 
 t: queries of this rank, S = R·t: all keys, K: keys that this rank reads
@@ -23,11 +23,11 @@ from orrery.trainer.parallel import blocks
 
 
 class KeyOrder(NamedTuple):
-    """The keys that this rank's queries read, as rows of the all-gathered keys.
+    """Rows of the all-gathered keys that this rank's queries read.
 
     Row r·t + i is the key of token i of rank r. If keys stay latent, both pieces read one copy of
-    all keys. Otherwise, each piece reads its own copy of the document's prefix. No copy has a row
-    twice, as `begin_back` requires.
+    all keys. Otherwise, each piece reads a copy of its document's prefix. No copy has a row twice,
+    as `begin_back` requires.
     """
 
     row: Tensor  # i64 [K], rows of the all-gathered keys
@@ -99,7 +99,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Gather keys of all ranks. Recomputation gathers again, unless `keeps` stores the keys."""
+    """Gather all ranks' keys. Recomputation gathers again, unless `keeps` stores the keys."""
 
     is_gathered = True
     eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)
@@ -203,9 +203,9 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather of keys. Return a scalar zero (ticket) as input of `_Receive`.
+    """Begin the all-gather of keys. Return a scalar zero (ticket) for `_Receive`.
 
-    The ticket makes autograd run the backward pass of `_Receive` first.
+    The ticket makes autograd run `_Receive`'s backward pass first.
     """
 
     @staticmethod
