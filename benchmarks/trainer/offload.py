@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from timing import copy_out, seconds
 
 from orrery.manifest.budget.parameters import count_parameters
-from orrery.manifest.budget.state_rooms import state_rooms
-from orrery.manifest.budget.trainer_memory import num_states, plan_memory
+from orrery.manifest.budget.trainer_memory import num_states, plan_memory, state_rooms
 from orrery.manifest.budget.trainer_time import step_s
 from orrery.manifest.devices import rates_of
 from orrery.manifest.identity import load

@@ -24,12 +24,12 @@ from trainer_cases import MEMORY, MODULES, manifest
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
 from orrery.manifest.budget.options import choose_options, format_value, memory_options
-from orrery.manifest.budget.state_rooms import state_rooms
 from orrery.manifest.budget.trainer_memory import (
     Workload,
     activation_bytes,
     plan_memory,
     stage_workload,
+    state_rooms,
 )
 from orrery.manifest.errors import OutOfMemory, RunFailed
 from orrery.manifest.identity import canonical_json

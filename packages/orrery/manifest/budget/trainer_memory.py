@@ -1,6 +1,6 @@
 """Plan the bytes that torch allocates on a trainer rank at each moment of a step.
 
-Torch's allocator reserves more than planned. Symbols:
+Torch's allocator reserves more than planned.
 
 Bytes of a value: c in computation, p of a stored weight, r in reductions.
 h: query heads × head size. g: key heads × head size.
@@ -40,6 +40,7 @@ WHOLE_BYTES = 256 << 20  # Muon's, offloaded or not, so that results are equal
 NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of these values
+FREE_SHARE = 0.9  # share of free memory for offloaded optimizer state, as plans have errors
 
 Bytes = dict[str, int]
 
@@ -526,3 +527,61 @@ class _StepPlan:
         words = max((tile.stop - tile.start for tile in tiles), default=0)
         tile = self.tokens * words
         return 4 * self.tokens * vocab + 2 * tile if memory.lm_head_keeps_logits else 6 * tile
+
+
+@dataclass(frozen=True)
+class StateRooms:
+    """Bytes of offloaded optimizer state that fit below the planned peak, by block.
+
+    `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during the LM
+    head in that micro-batch. `arriving`: from the block's backward pass in the last micro-batch to
+    the step's end.
+    """
+
+    forward: tuple[int, ...]
+    head: int
+    backward: tuple[int, ...]
+    arriving: tuple[int, ...]
+
+
+def state_rooms(
+    model: Model,
+    trainer: Trainer,
+    micro_batches: int,
+    device_bytes: int,
+    counted: ParameterCounts | None = None,
+) -> StateRooms:
+    """Raise OrreryError for family `hugging_face`."""
+    tokens = trainer.memory.max_tokens_per_micro_batch
+
+    def planned(count: int) -> MemoryPlan:
+        load = Workload(tokens, tokens, count)
+        return plan_memory(model, trainer, load, device_bytes, counted)
+
+    last = planned(micro_batches)
+    first = planned(1) if micro_batches > 1 else last
+    peak, names = last.peak_bytes, list(last.moments)
+    resident, _ = state_bytes(trainer, counted or count_parameters(model, trainer.lora))
+    states = last.moments[last.fullest]["optimizer state"] - resident
+
+    def room(used: int) -> int:
+        return states + int(FREE_SHARE * max(0, peak - used))
+
+    def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
+        return sum(size for kind, size in plan.moments[name].items() if kind not in without)
+
+    # The plan `first` omits unsharded gradients that wait for later micro-batches.
+    has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
+    back = last if has_whole else first
+    # maximum memory in use from each moment on
+    most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
+    forward, backward, arriving = [], [], []
+    for layer in range(model.num_layers):
+        name = f"block {layer}, backward"
+        position = names.index(name)
+        forward.append(room(used(first, name, ("gradients", "reduction"))))
+        backward.append(room(max(used(back, one) for one in names[position : position + 2])))
+        arriving.append(room(most[position]))
+    return StateRooms(
+        tuple(forward), room(used(first, "LM head")), tuple(backward), tuple(arriving)
+    )

@@ -16,8 +16,7 @@ from orrery.manifest.budget.parameters import (
     indexers,
     is_sparse,
 )
-from orrery.manifest.budget.state_rooms import state_rooms
-from orrery.manifest.budget.trainer_memory import activation_bytes
+from orrery.manifest.budget.trainer_memory import activation_bytes, state_rooms
 from orrery.manifest.devices import Rates
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES

@@ -3,7 +3,7 @@
 - State is sharded like its weight. It exists before the first step, so that checkpoints fill it.
 - Offloaded state lies in pinned host memory. A slot is device memory for one bucket's state.
 - `StateStream` copies state to the device during a step's last backward pass, and back during the
-  next step's first micro-batch. `manifest/budget/state_rooms.py` plans the slots' memory.
+  next step's first micro-batch. `manifest/budget/trainer_memory.py` plans the slots' memory.
 """
 
 from collections import deque
