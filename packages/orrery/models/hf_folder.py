@@ -24,8 +24,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import publish_file, sha256_of, write_atomic
 from orrery.manifest.schema import Model
-from orrery.manifest.schema.constraints import MTP_FAMILIES
 from orrery.manifest.schema.model import FP8_BLOCK
+from orrery.manifest.schema.trainer_constraints import MTP_FAMILIES
 from orrery.models.families import LLAMA3_FIELDS, YARN_FIELDS, hf_config
 from orrery.models.placement import Box, slices
 from orrery.wire.weight_wire.fp8_blocks import SCALE

@@ -5,17 +5,10 @@ Each function yields a sentence (field, value, rule, remedy) per broken constrai
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orrery.manifest.devices import find_device
 from orrery.manifest.schema.elastic import elastic_misfits, guest_misfits
-from orrery.manifest.schema.engine_constraints import (
-    choice_misfits,
-    group_misfits,
-    latent_misfits,
-    span_misfits,
-    sparse_engine_misfits,
-)
 from orrery.manifest.schema.inference import (
     EngineShape,
     Inference,
@@ -31,6 +24,7 @@ from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
     divisors,
     head_divisors,
+    model_misfits,
     trainer_field_misfits,
     trainer_misfits,
 )
@@ -41,47 +35,14 @@ if TYPE_CHECKING:
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
 SEGMENT_BYTES = 16 << 20  # minimum of a Mooncake segment, per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
-
-_QWEN3 = {
-    "rotary_fraction": (1.0,),
-    "rope_scaling": (None,),
-    "attention_bias": (False,),
-    "qk_norm": (True,),
-}
-_QWEN3_MOE = {
-    "moe.num_dense_layers": (0,),
-    "moe.num_shared_experts": (0,),
-    "moe.score": ("softmax",),
-    "moe.routed_scale": (1.0,),
-}
-_LATENT = {
-    "rotary_fraction": (1.0,),
-    "attention_bias": (False,),
-    "qk_norm": (False,),
-    "moe.score": ("sigmoid",),
-}
-ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by model family and field
-    "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3 | _QWEN3_MOE,
-    "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
-    "glm4_moe": {"rope_scaling": (None,)},
-    "glm5": {"rope_scaling": (None,), **_LATENT},
-    "deepseek_v3": {"mla.indexer": (None,), **_LATENT},
-    "deepseek_v32": _LATENT,
-    "kimi_k2": {"mla.indexer": (None,), **_LATENT},
-}
-_LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
-MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
-PARTS = {  # optional field of `model` → families that have it
-    "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
-    "mla": _LATENT_FAMILIES,
-    "hf_config": ("hugging_face",),
-}
+INDEXER_BLOCK_TOKENS = 64  # block size of vLLM's indexers
+CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
+MAX_CHOICE_TOKENS = 16384  # maximum context if engines send chosen keys: 2 KiB of bits per query
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
     """Check all constraints. Later checks rely on earlier checks."""
-    yield from _model_misfits(run.model)
+    yield from model_misfits(run.model)
     yield from trainer_field_misfits(run.trainer)
     yield from _inference_misfits(run.inference)
     yield from _orchestrator_misfits(run.orchestrator)
@@ -94,15 +55,15 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _node_misfits(run)
     yield from _length_misfits(run)
     yield from _expert_misfits(run)
-    yield from sparse_engine_misfits(run)
-    yield from choice_misfits(run)
+    yield from _sparse_engine_misfits(run)
+    yield from _choice_misfits(run)
     yield from _engine_misfits(run)
     yield from _offload_misfits(run.model, run.inference, run.route_bytes)
     yield from _fp8_misfits(run)
     yield from _transport_misfits(run)
-    yield from span_misfits(run)
+    yield from _span_misfits(run)
     yield from _prefill_misfits(run)
-    yield from group_misfits(run)
+    yield from _group_misfits(run)
     yield from elastic_misfits(run)
     yield from guest_misfits(run)
     mesh = run.trainer.mesh
@@ -110,71 +71,6 @@ def misfits(run: "Manifest") -> Iterator[str]:
         trainer_misfits(run.trainer, run.model, run.hardware.accelerator, mesh.world_size)
     ):
         yield "; ".join(found)
-
-
-def _model_misfits(model: Model) -> Iterator[str]:
-    mla, moe = model.mla, model.moe
-    if moe is not None and moe.num_experts_per_token > moe.num_experts:
-        yield (
-            f"model.moe.num_experts_per_token {moe.num_experts_per_token} exceeds num_experts "
-            f"{moe.num_experts}; set it to at most that"
-        )
-    if moe is not None and moe.num_dense_layers > model.num_layers:
-        yield (
-            f"model.moe.num_dense_layers {moe.num_dense_layers} exceeds model.num_layers; set it "
-            f"to at most {model.num_layers}"
-        )
-    if model.num_heads % model.num_kv_heads:
-        yield (
-            f"model.num_heads {model.num_heads} is not a multiple of num_kv_heads "
-            f"{model.num_kv_heads}; choose num_kv_heads from {divisors(model.num_heads)}"
-        )
-    if mla is not None and model.head_dim != (width := mla.nope_head_dim + mla.rope_head_dim):
-        yield (
-            f"model.head_dim {model.head_dim} is not mla.nope_head_dim {mla.nope_head_dim} + "
-            f"mla.rope_head_dim {mla.rope_head_dim}; set it to {width}"
-        )
-    field, turning = "head_dim · rotary_fraction", int(model.head_dim * model.rotary_fraction)
-    if mla is not None:
-        field, turning = "mla.rope_head_dim", mla.rope_head_dim
-    if turning % 2 and model.family != "hugging_face":
-        yield (
-            f"model.{field} {turning} is odd, and rotary embeddings rotate pairs of numbers; try "
-            f"{turning + 1}"
-        )
-    for part, families in PARTS.items():
-        is_set = getattr(model, part) is not None
-        if is_set != (model.family in families):
-            remedy = f"set model.{part} to null" if is_set else f"write model.{part}"
-            yield (
-                f"model.family {model.family!r} and {part} {'set' if is_set else 'null'} do not "
-                f"go together; {remedy}, or choose another family"
-            )
-    for field, only in ONLY.get(model.family, {}).items():
-        value: Any = model
-        for name in field.split("."):
-            value = getattr(value, name)
-        if value not in only:
-            yield (
-                f"model.{field} {value!r}: family {model.family!r} has "
-                f"{' or '.join(map(repr, only))} only; set it to that, or choose another family"
-            )
-    if (scaling := model.rope_scaling) is not None and model.family != "hugging_face":
-        kind = "llama3" if model.family == "llama" else "yarn"
-        if scaling.kind != kind:
-            yield (
-                f"model.rope_scaling.kind {scaling.kind!r}: family {model.family!r} scales by "
-                f"{kind!r} only; set rope_scaling to that or to null"
-            )
-    if model.num_mtp_layers and (
-        model.family not in MTP_FAMILIES or model.init.kind != "pretrained"
-    ):
-        yield (
-            f"model.num_mtp_layers {model.num_mtp_layers}: layers for multi-token prediction come "
-            f"from a pretrained checkpoint of {', '.join(MTP_FAMILIES)} only; set it to 0"
-        )
-    if mla is not None:
-        yield from latent_misfits(model, mla)
 
 
 def _inference_misfits(inference: Inference) -> Iterator[str]:
@@ -353,6 +249,125 @@ def _expert_misfits(run: "Manifest") -> Iterator[str]:
             f"inference.expert_parallel: {devices} devices of a replica do not divide "
             f"{moe.num_experts} experts; choose data_parallel·tensor_parallel from "
             f"{divisors(moe.num_experts, devices)}, or set inference.expert_parallel to false"
+        )
+
+
+def _sparse_engine_misfits(run: "Manifest") -> Iterator[str]:
+    accelerator, inference, mla = run.hardware.accelerator, run.inference, run.model.mla
+    if accelerator == "cpu" or mla is None or mla.indexer is None:
+        return
+    for field, value, only in (
+        ("model.mla.kv_lora_rank", mla.kv_lora_rank, 512),
+        ("model.mla.rope_head_dim", mla.rope_head_dim, 64),
+        ("model.mla.indexer.head_dim", mla.indexer.head_dim, 128),
+        ("inference.dtype", inference.dtype, "bfloat16"),
+    ):
+        if value != only:
+            yield (
+                f"{field} {value!r}: engines on {accelerator} have kernels of sparse attention for "
+                f"{only!r} only; set it to that"
+            )
+    for field, value, block in (
+        ("model.mla.indexer.top_k", mla.indexer.top_k, CHOSEN_KEYS_BLOCK),
+        ("inference.kv_block_tokens", inference.kv_block_tokens, INDEXER_BLOCK_TOKENS),
+    ):
+        if value % block:
+            yield (
+                f"{field} {value}: sparse attention on {accelerator} reads keys in blocks of "
+                f"{block}; set it to {-(-value // block) * block}"
+            )
+
+
+def _choice_misfits(run: "Manifest") -> Iterator[str]:
+    if run.trainer.indexer_choice == "own":
+        return
+    what = f"trainer.indexer_choice {run.trainer.indexer_choice!r}"
+    off = "set trainer.indexer_choice to 'own'"
+    if not run.model.num_indexers:
+        yield f"{what}: family {run.model.family!r} has no indexers here; {off}"
+    if not run.transport.routed_experts:
+        yield f"{what}: choices travel with routes; set transport.routed_experts to true, or {off}"
+    if (longest := run.inference.max_model_len_tokens) > MAX_CHOICE_TOKENS:
+        yield (
+            f"{what} with inference.max_model_len_tokens {longest}: a choice has a bit for each "
+            f"token, for at most {MAX_CHOICE_TOKENS} tokens; {off}"
+        )
+
+
+def _span_misfits(run: "Manifest") -> Iterator[str]:
+    num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
+    inference = run.inference
+    backend, plain = inference.all2all_backend, "allgather_reducescatter"
+    is_exchanging = inference.expert_parallel and inference.data_parallel > 1
+    if backend != plain and (run.hardware.accelerator == "cpu" or not is_exchanging):
+        yield (
+            f"inference.all2all_backend {backend!r}: DeepEP exchanges tokens between GPUs of "
+            "data-parallel ranks that share experts; set expert_parallel and data_parallel, or "
+            f"inference.all2all_backend to {plain!r}"
+        )
+    if inference.dual_batch_overlap and backend == plain:
+        yield (
+            f"inference.dual_batch_overlap: vLLM overlaps no exchange of {plain!r}; set "
+            "inference.all2all_backend to 'deepep_high_throughput' or 'deepep_low_latency', or "
+            "inference.dual_batch_overlap to false"
+        )
+    if (nodes := inference.nodes_per_replica) > 1:
+        if inference.data_parallel % nodes:
+            yield (
+                f"inference.nodes_per_replica {nodes} does not divide data_parallel "
+                f"{inference.data_parallel}; each node has equally many data-parallel ranks, so "
+                f"choose from {divisors(inference.data_parallel)}"
+            )
+        if not inference.expert_parallel:
+            yield (
+                f"inference.nodes_per_replica {nodes}: only experts span nodes; set "
+                "inference.expert_parallel to true, or inference.nodes_per_replica to 1 and "
+                "inference.num_replicas to more"
+            )
+    devices, nodes_each = run.inference.devices_per_replica, run.inference.nodes_per_replica
+    if num_nodes == 1:
+        if nodes_each > 1 and run.hardware.accelerator != "cpu":
+            yield (
+                f"inference.nodes_per_replica {nodes_each} with hardware.num_nodes 1: an engine "
+                "has no more nodes than the run; set inference.nodes_per_replica to 1"
+            )
+        return
+    if nodes_each == 1 and per_node % devices:
+        yield (
+            f"inference.data_parallel·tensor_parallel = {devices} does not divide "
+            f"hardware.devices_per_node {per_node}; choose from {divisors(per_node)}, or set "
+            f"inference.nodes_per_replica to {-(-devices // per_node)} for an engine over nodes"
+        )
+    if nodes_each > 1 and devices != nodes_each * per_node:
+        yield (
+            f"inference.data_parallel·tensor_parallel = {devices} on {nodes_each} nodes: "
+            f"an engine fills its nodes of {per_node} devices; set inference.data_parallel to "
+            f"{max(1, nodes_each * per_node // run.inference.tensor_parallel)}"
+        )
+
+
+def _group_misfits(run: "Manifest") -> Iterator[str]:
+    num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
+    if num_nodes == 1:
+        return
+    groups = run.group_devices
+    left = num_nodes * per_node - sum(groups.values()) + groups["trainer"]
+    for name, devices in groups.items():
+        if devices % per_node:
+            whole = devices // per_node * per_node or per_node
+            if name == "trainer" and left > 0:
+                whole = left
+            yield (
+                f"hardware.devices_per_node {per_node}: {name} has {devices} devices, which fill "
+                f"no whole number of nodes; try {whole}"
+            )
+    nodes = {name: devices // per_node for name, devices in groups.items()}
+    if (needed := sum(nodes.values())) != num_nodes:
+        shares = " + ".join(f"{name} {count}" for name, count in nodes.items())
+        yield (
+            f"hardware.num_nodes {num_nodes}: {shares} nodes are {needed}; set hardware.num_nodes "
+            f"to {needed}"
+            + (f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left > 0 else "")
         )
 
 
@@ -549,6 +564,6 @@ def _prefill_misfits(run: "Manifest") -> Iterator[str]:
                 f"{others}: NIXL reads whole shares of heads; set one to a multiple of the other"
             )
     fields = re.compile(rf"\binference\.(?={'|'.join(EngineShape.model_fields)})")
-    for check in (_expert_misfits, _engine_misfits, _fp8_misfits, span_misfits):
+    for check in (_expert_misfits, _engine_misfits, _fp8_misfits, _span_misfits):
         for sentence in check(one):
             yield fields.sub("inference.prefill.", sentence)

@@ -1,10 +1,159 @@
-"""Check constraints of the trainer and its model."""
+"""Check constraints of the model and the trainer."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from orrery.manifest.devices import AMPERE, HOPPER, device_of
-from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
+from orrery.manifest.schema.model import EXPERT_GROUPS, FP8_BLOCK, MAX_COUNT, MLA, Model
 from orrery.manifest.schema.trainer import Lora, Mesh, RecomputedModule, Trainer
+
+_QWEN3 = {
+    "rotary_fraction": (1.0,),
+    "rope_scaling": (None,),
+    "attention_bias": (False,),
+    "qk_norm": (True,),
+}
+_QWEN3_MOE = {
+    "moe.num_dense_layers": (0,),
+    "moe.num_shared_experts": (0,),
+    "moe.score": ("softmax",),
+    "moe.routed_scale": (1.0,),
+}
+_LATENT = {
+    "rotary_fraction": (1.0,),
+    "attention_bias": (False,),
+    "qk_norm": (False,),
+    "moe.score": ("sigmoid",),
+}
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by model family and field
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3 | _QWEN3_MOE,
+    "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
+    "glm4_moe": {"rope_scaling": (None,)},
+    "glm5": {"rope_scaling": (None,), **_LATENT},
+    "deepseek_v3": {"mla.indexer": (None,), **_LATENT},
+    "deepseek_v32": _LATENT,
+    "kimi_k2": {"mla.indexer": (None,), **_LATENT},
+}
+_LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
+MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
+PARTS = {  # optional field of `model` → families that have it
+    "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
+    "mla": _LATENT_FAMILIES,
+    "hf_config": ("hugging_face",),
+}
+
+
+def model_misfits(model: Model) -> Iterator[str]:
+    mla, moe = model.mla, model.moe
+    if moe is not None and moe.num_experts_per_token > moe.num_experts:
+        yield (
+            f"model.moe.num_experts_per_token {moe.num_experts_per_token} exceeds num_experts "
+            f"{moe.num_experts}; set it to at most that"
+        )
+    if moe is not None and moe.num_dense_layers > model.num_layers:
+        yield (
+            f"model.moe.num_dense_layers {moe.num_dense_layers} exceeds model.num_layers; set it "
+            f"to at most {model.num_layers}"
+        )
+    if model.num_heads % model.num_kv_heads:
+        yield (
+            f"model.num_heads {model.num_heads} is not a multiple of num_kv_heads "
+            f"{model.num_kv_heads}; choose num_kv_heads from {divisors(model.num_heads)}"
+        )
+    if mla is not None and model.head_dim != (width := mla.nope_head_dim + mla.rope_head_dim):
+        yield (
+            f"model.head_dim {model.head_dim} is not mla.nope_head_dim {mla.nope_head_dim} + "
+            f"mla.rope_head_dim {mla.rope_head_dim}; set it to {width}"
+        )
+    field, turning = "head_dim · rotary_fraction", int(model.head_dim * model.rotary_fraction)
+    if mla is not None:
+        field, turning = "mla.rope_head_dim", mla.rope_head_dim
+    if turning % 2 and model.family != "hugging_face":
+        yield (
+            f"model.{field} {turning} is odd, and rotary embeddings rotate pairs of numbers; try "
+            f"{turning + 1}"
+        )
+    for part, families in PARTS.items():
+        is_set = getattr(model, part) is not None
+        if is_set != (model.family in families):
+            remedy = f"set model.{part} to null" if is_set else f"write model.{part}"
+            yield (
+                f"model.family {model.family!r} and {part} {'set' if is_set else 'null'} do not "
+                f"go together; {remedy}, or choose another family"
+            )
+    for field, only in ONLY.get(model.family, {}).items():
+        value: Any = model
+        for name in field.split("."):
+            value = getattr(value, name)
+        if value not in only:
+            yield (
+                f"model.{field} {value!r}: family {model.family!r} has "
+                f"{' or '.join(map(repr, only))} only; set it to that, or choose another family"
+            )
+    if (scaling := model.rope_scaling) is not None and model.family != "hugging_face":
+        kind = "llama3" if model.family == "llama" else "yarn"
+        if scaling.kind != kind:
+            yield (
+                f"model.rope_scaling.kind {scaling.kind!r}: family {model.family!r} scales by "
+                f"{kind!r} only; set rope_scaling to that or to null"
+            )
+    if model.num_mtp_layers and (
+        model.family not in MTP_FAMILIES or model.init.kind != "pretrained"
+    ):
+        yield (
+            f"model.num_mtp_layers {model.num_mtp_layers}: layers for multi-token prediction come "
+            f"from a pretrained checkpoint of {', '.join(MTP_FAMILIES)} only; set it to 0"
+        )
+    if mla is not None:
+        yield from _latent_misfits(model, mla)
+
+
+def _latent_misfits(model: Model, mla: MLA) -> Iterator[str]:
+    if model.num_kv_heads != model.num_heads:
+        yield (
+            f"model.num_kv_heads {model.num_kv_heads}: latent attention has a key for each of "
+            f"num_heads {model.num_heads}; set it to that"
+        )
+    moe, indexer = model.moe, mla.indexer
+    num_groups, num_kept = EXPERT_GROUPS.get(model.family, (1, 1))
+    if moe and num_groups > 1 and (moe.num_experts % num_groups or moe.num_experts == num_groups):
+        yield (
+            f"model.moe.num_experts {moe.num_experts}: family {model.family!r} divides experts "
+            f"into {num_groups} groups of at least two; set it to {2 * num_groups} or another "
+            "multiple"
+        )
+    elif moe and moe.num_experts_per_token > moe.num_experts // num_groups * num_kept:
+        yield (
+            f"model.moe.num_experts_per_token {moe.num_experts_per_token}: a token uses "
+            f"{num_kept} of {num_groups} groups of experts; set it to at most "
+            f"{moe.num_experts // num_groups * num_kept}"
+        )
+    if indexer is None:
+        if model.family in ("glm5", "deepseek_v32"):
+            yield (
+                f"model.mla.indexer null: family {model.family!r} chooses keys with it; write it, "
+                "or choose family 'deepseek_v3'"
+            )
+        return
+    if model.family == "deepseek_v32" and indexer.types is not None:
+        yield (
+            "model.mla.indexer.types is set: each layer of family 'deepseek_v32' has an indexer; "
+            "set it to null"
+        )
+    if mla.rope_head_dim > indexer.head_dim:
+        yield (
+            f"model.mla.indexer.head_dim {indexer.head_dim} is less than mla.rope_head_dim "
+            f"{mla.rope_head_dim}, which turns in it; set it to at least that"
+        )
+    if indexer.types is None:
+        return
+    if len(indexer.types) != model.num_layers or indexer.types[0] != "full":
+        yield (
+            f"model.mla.indexer.types has {len(indexer.types)} layers, of which the first is "
+            f"{indexer.types[:1]}; name all {model.num_layers} layers, the first 'full', or set it "
+            "to null"
+        )
 
 
 def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
