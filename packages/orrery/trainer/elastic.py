@@ -48,7 +48,7 @@ from orrery.elastic.types import (
 )
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
-from orrery.manifest.schema.elastic import host_bytes, snapshot_bytes
+from orrery.manifest.schema.trainer import host_bytes, snapshot_bytes
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled

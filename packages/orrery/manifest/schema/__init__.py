@@ -7,7 +7,6 @@ in the cluster's site file. Names of quantities carry the unit: `_s`, `_bytes`, 
 """
 
 from orrery.manifest.schema.constraints import TARGETS
-from orrery.manifest.schema.elastic import Elastic
 from orrery.manifest.schema.inference import Inference, disk_block_bytes, on_disk_bytes
 from orrery.manifest.schema.manifest import SCHEMA_VERSION, Hardware, Manifest
 from orrery.manifest.schema.model import (
@@ -48,6 +47,7 @@ from orrery.manifest.schema.trainer import (
     ConstantSchedule,
     CosineSchedule,
     DppoLoss,
+    Elastic,
     Fsdp,
     FullCheckpointing,
     LinearSchedule,

@@ -3,12 +3,12 @@
 Each function yields a sentence (field, value, rule, remedy) per broken constraint.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orrery.manifest.devices import find_device
-from orrery.manifest.schema.elastic import elastic_misfits, guest_misfits
 from orrery.manifest.schema.inference import (
     EngineShape,
     Inference,
@@ -23,6 +23,7 @@ from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
     divisors,
+    elastic_misfits,
     head_divisors,
     model_misfits,
     trainer_field_misfits,
@@ -65,7 +66,7 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _prefill_misfits(run)
     yield from _group_misfits(run)
     yield from elastic_misfits(run)
-    yield from guest_misfits(run)
+    yield from _guest_misfits(run)
     mesh = run.trainer.mesh
     if found := list(
         trainer_misfits(run.trainer, run.model, run.hardware.accelerator, mesh.world_size)
@@ -567,3 +568,28 @@ def _prefill_misfits(run: "Manifest") -> Iterator[str]:
     for check in (_expert_misfits, _engine_misfits, _fp8_misfits, _span_misfits):
         for sentence in check(one):
             yield fields.sub("inference.prefill.", sentence)
+
+
+def _guest_misfits(run: "Manifest") -> Iterator[str]:
+    guests = run.orchestrator.guests
+    if guests is None:
+        return
+    most = run.orchestrator.max_off_policy_steps
+    if guests.max_versions_behind > most:
+        yield (
+            f"orchestrator.guests.max_versions_behind {guests.max_versions_behind} exceeds "
+            f"max_off_policy_steps {most}; set it to at most that"
+        )
+    for field, found, wanted in (
+        ("transport.weights", run.transport.weights, "files"),
+        ("transport.routed_experts", run.transport.routed_experts, False),
+        ("inference.prefill_replicas", run.inference.prefill_replicas, 0),
+        ("inference.nodes_per_replica", run.inference.nodes_per_replica, 1),
+        ("hardware.num_nodes", run.hardware.num_nodes, 1),
+        ("trainer.elastic", run.trainer.elastic, None),
+    ):
+        if found != wanted:
+            yield (
+                f"{field} with orchestrator.guests: engines of other sites need "
+                f"{json.dumps(wanted)}; set it to that, or orchestrator.guests to null"
+            )

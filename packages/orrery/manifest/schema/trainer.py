@@ -1,11 +1,11 @@
-"""The trainer's fields: mesh, memory, optimizer, schedule and loss."""
+"""The trainer's fields: mesh, memory, optimizer, schedule, loss, and training at several sites."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from orrery.manifest.schema.elastic import Elastic
 from orrery.manifest.schema.model import (
+    MAX_S,
     Bound,
     Count,
     Decay,
@@ -15,7 +15,15 @@ from orrery.manifest.schema.model import (
     PositiveInt,
     Probability,
     Record,
+    Size,
+    Steps,
 )
+
+Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
+# Bytes of a trained parameter, in float32
+OUTER_BYTES = 8  # weight at the round's start, and outer momentum
+HOST_BYTES = 12  # these, and the change Δ of the weight
+FEEDBACK_BYTES = 8  # lost and pending errors of the codec
 
 
 class Mesh(Record):
@@ -281,6 +289,83 @@ class Checkpoint(Record):
 
     interval_steps: PositiveInt
     keep: PositiveInt
+
+
+class OuterSgd(Record):
+    """The outer optimizer: SGD with the sites' mean weight change Δ as gradient.
+
+    DiLoCo (arXiv 2311.08105) uses lr 0.7, momentum 0.9 and Nesterov momentum.
+    """
+
+    lr: PositiveFloat
+    momentum: Decay
+    nesterov: bool
+
+
+class Snapshots(Record):
+    """Copies of a site's state in shared memory. Other sites recover from them.
+
+    `keep`: number of newest copies. `block_bytes`: size of a hashed block.
+    """
+
+    keep: Count
+    block_bytes: Size
+
+
+class Elastic(Record):
+    """Training of one model at several sites, each with this manifest's mesh.
+
+    - Training starts once `min_sites` have joined. At most `max_sites` train at a time.
+    - A round has `inner_steps` optimizer steps. Then sites exchange Δ, encoded by `codec`. Δ is the
+      weights at the round's start minus the current weights. `error_feedback` adds the codec's
+      error to the next Δ.
+    - `weights` "tokens": a site's weight in the mean Δ is its tokens since the last exchange.
+    - `admission` "closed": sites may join only before the first round.
+    - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have.
+      A late site adds its Δ to the next round.
+    - A site sends heartbeats every `heartbeat_s` / 2. After `dead_after_s` without one, it is dead.
+    - `voters`: maximum number of sites that run etcd, which stores the log of rounds.
+    - `fragments` F: layer i belongs to fragment i mod F. Every `inner_steps` / F steps, sites
+      exchange the next fragment (Streaming DiLoCo, arXiv 2501.18512).
+    - `delay_steps`: training steps during an exchange. After it, the fragment's weights become
+      `delay_merge` · local + (1 − `delay_merge`) · common weights.
+    """
+
+    min_sites: Count
+    max_sites: Count
+    inner_steps: Steps
+    fragments: Count
+    delay_steps: NonNegativeInt
+    delay_merge: Decay
+    outer: OuterSgd
+    codec: Literal["float32", "int8_block", "int8_codebook", "int4_block", "top_k_2bit"]
+    error_feedback: bool
+    topology: Literal["ring", "all_to_all"]
+    weights: Literal["tokens", "equal"]
+    admission: Literal["open", "closed"]
+    quorum: Count
+    voters: Count
+    grace_s: Seconds
+    heartbeat_s: Seconds
+    dead_after_s: Seconds
+    store_timeout_s: Seconds
+    exchange_timeout_s: Seconds
+    snapshots: Snapshots
+
+
+def host_bytes(elastic: Elastic, num_parameters: int, inner_bytes: int) -> int:
+    """Return a rank's host bytes for rounds and snapshots.
+
+    `num_parameters`: trained by the rank. `inner_bytes`: its inner optimizer's state.
+    """
+    sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
+    held = HOST_BYTES + FEEDBACK_BYTES * elastic.error_feedback
+    snapshots = (elastic.snapshots.keep + 1) * snapshot_bytes(num_parameters, inner_bytes)
+    return held * num_parameters + sent + snapshots
+
+
+def snapshot_bytes(num_parameters: int, inner_bytes: int) -> int:
+    return OUTER_BYTES * num_parameters + inner_bytes
 
 
 Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]

@@ -1,11 +1,15 @@
-"""Check constraints of the model and the trainer."""
+"""Check constraints of the model, of the trainer, and of training at several sites."""
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from orrery.manifest.devices import AMPERE, HOPPER, device_of
 from orrery.manifest.schema.model import EXPERT_GROUPS, FP8_BLOCK, MAX_COUNT, MLA, Model
 from orrery.manifest.schema.trainer import Lora, Mesh, RecomputedModule, Trainer
+
+if TYPE_CHECKING:
+    from orrery.manifest.schema.manifest import Manifest
 
 _QWEN3 = {
     "rotary_fraction": (1.0,),
@@ -383,6 +387,75 @@ def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterato
         yield (
             "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
             "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
+        )
+
+
+def elastic_misfits(run: "Manifest") -> Iterator[str]:
+    elastic, trainer = run.trainer.elastic, run.trainer
+    if elastic is None:
+        return
+    off = "or set trainer.elastic to null"
+    if elastic.min_sites > elastic.max_sites:
+        yield (
+            f"trainer.elastic.min_sites {elastic.min_sites} exceeds max_sites "
+            f"{elastic.max_sites}; set it to at most that"
+        )
+    if elastic.quorum > elastic.min_sites:
+        yield (
+            f"trainer.elastic.quorum {elastic.quorum} exceeds min_sites {elastic.min_sites}; "
+            f"set it to at most that"
+        )
+    order = ("heartbeat_s", "dead_after_s", "store_timeout_s", "exchange_timeout_s")
+    for sooner, later in pairwise(order):
+        if (one := getattr(elastic, sooner)) >= (other := getattr(elastic, later)):
+            yield (
+                f"trainer.elastic.{sooner} {one:g} is not below {later} {other:g}; "
+                f"set it to less than that"
+            )
+    if trainer.mesh.dp_replicate > 1:
+        yield (
+            f"trainer.elastic with trainer.mesh.dp_replicate {trainer.mesh.dp_replicate}: replicas "
+            f"would exchange the same weights twice; set it to 1, {off}"
+        )
+    if run.model.num_layers < elastic.fragments or elastic.inner_steps % elastic.fragments:
+        yield (
+            f"trainer.elastic.fragments {elastic.fragments}: it must divide inner_steps "
+            f"{elastic.inner_steps} and be at most model.num_layers {run.model.num_layers}; "
+            f"set it to 1"
+        )
+    elif elastic.delay_steps >= (phase := elastic.inner_steps // elastic.fragments):
+        yield (
+            f"trainer.elastic.delay_steps {elastic.delay_steps} is not below inner_steps / "
+            f"fragments {phase}; set it to at most {phase - 1}"
+        )
+    steps = {
+        "trainer.checkpoint.interval_steps": trainer.checkpoint.interval_steps,
+        "stages.rl.num_steps": run.stages.rl.num_steps,
+    }
+    if (sft := run.stages.sft) is not None:
+        steps["stages.sft.num_steps"] = sft.num_steps
+    for field, value in steps.items():
+        if value % elastic.inner_steps:
+            fits = max(1, value // elastic.inner_steps) * elastic.inner_steps
+            yield (
+                f"{field} {value} is not a multiple of trainer.elastic.inner_steps "
+                f"{elastic.inner_steps}; set it to {fits}, {off}"
+            )
+    if run.orchestrator.evaluation.stop_at is not None:
+        yield (
+            f"orchestrator.evaluation.stop_at {run.orchestrator.evaluation.stop_at:g} with "
+            f"trainer.elastic: each site would end RL at another step, with other weights; set it "
+            f"to null, {off}"
+        )
+    if sft is not None and sft.data.kind != "text":
+        yield (
+            f"stages.sft.data.kind {sft.data.kind!r} with trainer.elastic: every site would train "
+            f"the same examples; set it to 'text', {off}"
+        )
+    elif sft is not None and sft.data.kind == "text" and sft.data.num_shards < elastic.max_sites:
+        yield (
+            f"stages.sft.data.num_shards {sft.data.num_shards} is below "
+            f"trainer.elastic.max_sites {elastic.max_sites}; set it to at least that"
         )
 
 
