@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from trainer_cases import manifest
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.manifest.schema.orchestrator import AdaptiveAdmission, FixedAdmission
+from orrery.manifest.schema.manifest import AdaptiveAdmission, FixedAdmission
 from orrery.models.weights import write_initial
 from orrery.runtime.process_control import Preempted
 from orrery.runtime.timing import scaled

@@ -28,8 +28,8 @@ from orrery.manifest.budget.trainer_memory import (
 from orrery.manifest.devices import Rates, rates_of, usable_bytes
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import rank_token_bytes, token_bytes
+from orrery.manifest.schema.manifest import DIRECT_KINDS
 from orrery.manifest.schema.model import DTYPE_BYTES
-from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
 NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)

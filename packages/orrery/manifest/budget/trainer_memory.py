@@ -20,8 +20,8 @@ from orrery.manifest.budget.parameters import (
 )
 from orrery.manifest.devices import SPARSE_PAIRS, auto_chunk_tokens, blocks
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
+from orrery.manifest.schema.manifest import DIRECT_KINDS
 from orrery.manifest.schema.model import DTYPE_BYTES
-from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 from orrery.manifest.schema.trainer import host_bytes
 
 CATEGORIES = (

@@ -8,7 +8,26 @@ in the cluster's site file. Names of quantities carry the unit: `_s`, `_bytes`, 
 
 from orrery.manifest.schema.constraints import TARGETS
 from orrery.manifest.schema.inference import Inference, disk_block_bytes, on_disk_bytes
-from orrery.manifest.schema.manifest import SCHEMA_VERSION, Hardware, Manifest
+from orrery.manifest.schema.manifest import (
+    SCHEMA_VERSION,
+    AdaptiveAdmission,
+    Algorithm,
+    ChatDataset,
+    ChatFile,
+    Demonstrations,
+    Evaluate,
+    FixedAdmission,
+    Grpo,
+    GuestEngines,
+    Hardware,
+    Manifest,
+    MaxRl,
+    Orchestrator,
+    Sampling,
+    SftData,
+    TaskUse,
+    TextData,
+)
 from orrery.manifest.schema.model import (
     MLA,
     Count,
@@ -23,23 +42,6 @@ from orrery.manifest.schema.model import (
     Record,
     RopeScaling,
     YarnRopeScaling,
-)
-from orrery.manifest.schema.orchestrator import (
-    AdaptiveAdmission,
-    Algorithm,
-    ChatDataset,
-    ChatFile,
-    Demonstrations,
-    Evaluate,
-    FixedAdmission,
-    Grpo,
-    GuestEngines,
-    MaxRl,
-    Orchestrator,
-    Sampling,
-    SftData,
-    TaskUse,
-    TextData,
 )
 from orrery.manifest.schema.trainer import (
     AdamW,

@@ -19,7 +19,6 @@ from orrery.manifest.schema.inference import (
     shard_widths,
 )
 from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
-from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
     divisors,
@@ -31,7 +30,7 @@ from orrery.manifest.schema.trainer_constraints import (
 )
 
 if TYPE_CHECKING:
-    from orrery.manifest.schema.manifest import Hardware, Manifest
+    from orrery.manifest.schema.manifest import Hardware, Manifest, Orchestrator, Tasks
 
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
 SEGMENT_BYTES = 16 << 20  # minimum of a Mooncake segment, per device
@@ -129,7 +128,7 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
         )
 
 
-def _orchestrator_misfits(orchestrator: Orchestrator) -> Iterator[str]:
+def _orchestrator_misfits(orchestrator: "Orchestrator") -> Iterator[str]:
     admission, group = orchestrator.admission, orchestrator.algorithm.group_size
     most, batch = admission.max_in_flight, orchestrator.rollouts_per_batch
     ahead, bound = orchestrator.max_batches_ahead, orchestrator.max_off_policy_steps
@@ -156,7 +155,7 @@ def _orchestrator_misfits(orchestrator: Orchestrator) -> Iterator[str]:
         )
 
 
-def _task_misfits(tasks: Tasks) -> Iterator[str]:
+def _task_misfits(tasks: "Tasks") -> Iterator[str]:
     for part in ("train", "evaluation"):
         names = [task.name for task in getattr(tasks, part)]
         if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -1,18 +1,257 @@
-"""The manifest of a run."""
+"""The manifest of a run, with the fields of sampling, tasks, transport, stages and hardware."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from orrery.manifest.devices import DEVICES, find_device
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema.constraints import misfits
 from orrery.manifest.schema.inference import Inference
-from orrery.manifest.schema.model import Count, Model, NonNegativeInt, Record, Sha256
-from orrery.manifest.schema.orchestrator import Orchestrator, Sft, Stages, Tasks, Transport
-from orrery.manifest.schema.trainer import Trainer
+from orrery.manifest.schema.model import (
+    MAX_S,
+    Count,
+    Model,
+    NonNegativeInt,
+    PositiveInt,
+    Record,
+    Sha256,
+    Size,
+    Steps,
+)
+from orrery.manifest.schema.trainer import Optimizer, Schedule, Trainer
 
 SCHEMA_VERSION = 3
+
+
+class TaskUse(Record):
+    """A task. Its share of sampled training groups is its `weight` / the sum of all weights."""
+
+    name: str
+    kind: str
+    args: dict[str, Any]
+    weight: PositiveFloat
+    seed: NonNegativeInt
+    max_turns: PositiveInt
+
+
+class Grpo(Record):
+    """Advantage A = R − mean(R), with R the rewards of a group.
+
+    `normalize_std`: divide A by the standard deviation of R.
+    """
+
+    kind: Literal["grpo"]
+    group_size: Annotated[int, Field(ge=2)]
+    normalize_std: bool
+
+
+class MaxRl(Record):
+    """Advantage A = (R − mean(R)) / mean(R), with R the rewards of a group. 0 if mean(R) ≤ 0."""
+
+    kind: Literal["max_rl"]
+    group_size: Annotated[int, Field(ge=2)]
+
+
+Algorithm = Annotated[Grpo | MaxRl, Field(discriminator="kind")]
+
+
+class Sampling(Record):
+    temperature: PositiveFloat
+    max_tokens_per_turn: PositiveInt
+
+
+class FixedAdmission(Record):
+    kind: Literal["fixed"]
+    max_in_flight: PositiveInt
+
+
+class AdaptiveAdmission(Record):
+    """Adapt the limit on rollouts in flight to engines' cache use, queues and preemptions."""
+
+    kind: Literal["adaptive"]
+    min_in_flight: PositiveInt
+    max_in_flight: PositiveInt
+
+
+Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="kind")]
+
+
+class Evaluation(Record):
+    """Evaluations on held-out problems during RL, each with a single policy version.
+
+    `stop_at`: RL ends successfully once the mean held-out reward reaches this value.
+    """
+
+    interval_steps: PositiveInt
+    num_problems: PositiveInt
+    rollouts_per_problem: PositiveInt
+    stop_at: float | None
+
+
+class GuestEngines(Record):
+    """Engines that other sites lend (`orrery lend`).
+
+    At most `max_sites` lend engines, and an engine lags at most `max_versions_behind` policy
+    versions. `lease_s`: a site without requests for this time counts as failed.
+
+    The trainer's site recomputes the log-probs of the share `verified_share` of a guest site's
+    rollouts. A rollout's deviation is its mean |Δ log-prob|. A guest site is refused if a deviation
+    exceeds both `min_logprob_difference` and `tolerance` · the 90th percentile of deviations of the
+    run's own engines.
+    """
+
+    max_sites: Count
+    lease_s: Annotated[float, Field(gt=0.0, le=MAX_S)]
+    max_versions_behind: NonNegativeInt
+    verified_share: Annotated[float, Field(gt=0.0, le=1.0)]
+    tolerance: Annotated[float, Field(ge=1.0, le=1000.0)]
+    min_logprob_difference: PositiveFloat
+    block_bytes: Size
+
+
+class Orchestrator(Record):
+    """Sampling of rollouts, and their selection for training.
+
+    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. These groups fill the
+    batch only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
+
+    `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": count
+    them with reward 0 in evaluations and in their group's mean. Such rollouts are never trained.
+    """
+
+    algorithm: Algorithm
+    rollouts_per_batch: PositiveInt
+    drop_zero_advantage_groups: bool
+    max_sampled_ratio: Annotated[float, Field(ge=1.0, le=1000.0)]
+    max_off_policy_steps: NonNegativeInt
+    max_batches_ahead: NonNegativeInt
+    admission: Admission
+    sampling: Sampling
+    rollout_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_S)]
+    on_timeout: Literal["failure", "zero"]
+    keep_batches: PositiveInt
+    evaluation: Evaluation
+    guests: GuestEngines | None
+
+
+class Tasks(Record):
+    train: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
+    evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
+
+
+DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` that use no files
+
+
+class Transport(Record):
+    """Transport of batches to the trainer and of weights to the engines.
+
+    `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
+    engine its weight slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
+    "adapters": files with only the adapters (`trainer.lora`). Engines keep the initial weights.
+
+    `routed_experts`: the trainer uses the experts that engines chose (router replay, R3).
+    """
+
+    rollouts: Literal["zmq"]
+    weights: Literal["files", "adapters", "nccl", "nixl"]
+    routed_experts: bool
+
+
+class Demonstrations(Record):
+    """Demonstrations of the first `num_problems` problems of `task`."""
+
+    kind: Literal["demonstrations"]
+    task: TaskUse
+    num_problems: PositiveInt
+
+
+class ChatFile(Record):
+    """A JSONL file with one `{"messages": [...]}` per line."""
+
+    kind: Literal["chat_file"]
+    path: str
+    sha256: Sha256
+
+
+class ChatDataset(Record):
+    """A Hugging Face dataset on disk (`save_to_disk`).
+
+    `column` holds the messages.
+    """
+
+    kind: Literal["dataset"]
+    path: str
+    split: str | None
+    column: str
+    fingerprint: str
+
+
+class TextData(Record):
+    """Plain text in `column` of JSONL or Parquet rows. SFT trains every token.
+
+    - `path`: a file, or a folder whose file names begin with `split` (`orrery fetch dataset`).
+    - `num_shards`: document i is in shard i mod num_shards. With `trainer.elastic`, a site trains
+      only its shard.
+    - `shard_by` "file": file i of the split is in shard i mod num_shards. A site needs only its
+      shard's files (`orrery fetch dataset NAME --shard K/N`).
+    - `sha256`: hash of the file, or the folder's hash that `orrery fetch dataset` prints.
+    """
+
+    kind: Literal["text"]
+    path: str
+    split: str | None
+    column: str
+    sha256: Sha256
+    num_shards: Count
+    # JSON omits None, so that the ids of older manifests stay valid.
+    shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
+
+
+SftData = Annotated[Demonstrations | ChatFile | ChatDataset | TextData, Field(discriminator="kind")]
+
+
+class Validation(Record):
+    """Loss on untrained examples, at the first and last step and every `interval_steps`."""
+
+    interval_steps: PositiveInt
+    num_examples: PositiveInt
+    data: SftData
+
+
+class Sft(Record):
+    """Supervised fine-tuning on messages whose role is in `trained_roles`."""
+
+    num_steps: Steps
+    examples_per_batch: PositiveInt
+    optimizer: Optimizer
+    schedule: Schedule
+    max_grad_norm: PositiveFloat
+    trained_roles: Annotated[
+        tuple[Literal["system", "user", "assistant", "tool"], ...],
+        Field(min_length=1, strict=False),
+    ]
+    data: SftData
+    validation: Validation | None
+
+
+class Rl(Record):
+    num_steps: Steps
+
+
+class Evaluate(Record):
+    """Evaluation of the weights before and after RL on held-out problems."""
+
+    num_problems: PositiveInt
+    rollouts_per_problem: PositiveInt
+
+
+class Stages(Record):
+    """The pipeline: init, sft (unless null), rl, evaluate, report."""
+
+    sft: Sft | None
+    rl: Rl
+    evaluate: Evaluate
 
 
 def _known(accelerator: str) -> str:

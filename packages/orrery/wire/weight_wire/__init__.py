@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
-from orrery.manifest.schema.orchestrator import DIRECT_KINDS
+from orrery.manifest.schema.manifest import DIRECT_KINDS
 from orrery.wire.weight_wire.files import (
     WeightPublisher,
     WeightWatch,
