@@ -19,7 +19,7 @@ from typing import Any
 
 from shapes import Numbers, manifest_here, numbers, ran_with, run
 
-from orrery.manifest.fields import leaves, spelled
+from orrery.manifest.check import leaves, spelled
 from orrery.manifest.schema import Manifest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

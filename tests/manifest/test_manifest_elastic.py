@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from orrery.manifest.budget.run import plan_run
-from orrery.manifest.check import check
+from orrery.manifest.check import check, lookup, parse_path
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.fields import lookup, parse
 from orrery.manifest.identity import run_id
 
 GOOD = json.loads((Path(__file__).parents[2] / "manifests/elastic_text.json").read_text())
@@ -49,7 +48,7 @@ SENTENCES += [
 @pytest.mark.parametrize(("path", "value", "sentence"), SENTENCES, ids=[s[0] for s in SENTENCES])
 def test_a_wrong_field_gives_one_sentence(path, value, sentence):
     data = copy.deepcopy(GOOD)
-    *inside, field = parse(path)
+    *inside, field = parse_path(path)
     lookup(data, tuple(inside), "here")[field] = value
     with pytest.raises(OrreryError) as caught:
         check(data, "here")

@@ -4,7 +4,7 @@ import manifest_specs
 import pytest
 from replaced import replaced
 
-from orrery.manifest import fields
+from orrery.manifest.check import leaves, lookup, parse_path, spelled
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import explain, line_of
@@ -146,7 +146,7 @@ def test_every_leaf_of_a_run_can_be_explained(name, workspace):
     }
     data = render(workspace, name).manifest.model_dump(mode="json")
     assert found and all(
-        fields.lookup(data, fields.parse(field), "") == value for field, value in found.items()
+        lookup(data, parse_path(field), "") == value for field, value in found.items()
     )
 
 
@@ -155,8 +155,7 @@ def test_every_setting_of_a_checked_in_run_can_be_explained(name):
     found = {e.field: e.value for e in explain(manifest_specs.REPOSITORY, name, "orchestrator")}
     data = render(manifest_specs.REPOSITORY, name).manifest.model_dump(mode="json")
     assert found == {
-        fields.spelled(("orchestrator", *path)): value
-        for path, value in fields.leaves(data["orchestrator"])
+        spelled(("orchestrator", *path)): value for path, value in leaves(data["orchestrator"])
     }
 
 
@@ -199,8 +198,8 @@ def test_diff_lists_what_differs_and_nothing_else(workspace):
 
 def test_fields_are_spelled_and_parsed_alike():
     for text in ("a", "a.b[0].c", "tasks.train[12].args"):
-        assert fields.spelled(fields.parse(text)) == text
-    assert fields.parse("a.0.b") == ("a", 0, "b")
+        assert spelled(parse_path(text)) == text
+    assert parse_path("a.0.b") == ("a", 0, "b")
 
 
 def test_the_plan_of_a_run_is_the_table_of_stages_and_processes(workspace):

@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from orrery.manifest import fields
-from orrery.manifest.check import check
+from orrery.manifest.check import check, leaves, spelled
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import axes
 from orrery.manifest.identity import (
@@ -118,13 +117,13 @@ def test_no_leaf_is_owned_by_two_axes():
         kind: {
             path
             for file in files
-            for path, _ in fields.leaves(Evaluator(WORKSPACE)(import_of(WORKSPACE, file)))
+            for path, _ in leaves(Evaluator(WORKSPACE)(import_of(WORKSPACE, file)))
         }
         for kind, files in kinds.items()
     }
     for a, b in itertools.combinations(owned, 2):
         for x, y in itertools.product(owned[a], owned[b]):
-            assert x[: len(y)] != y[: len(x)], f"{a} and {b} both write {fields.spelled(x)}"
+            assert x[: len(y)] != y[: len(x)], f"{a} and {b} both write {spelled(x)}"
 
 
 def test_hidden_settings_belong_to_one_kind_of_axis():

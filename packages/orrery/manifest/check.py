@@ -1,8 +1,12 @@
-"""Check data against the schema, and explain the first bad field."""
+"""Check data against the schema, explain the first bad field, and find fields by path.
+
+A path is spelled like `tasks.train[0].args.min_length`.
+"""
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -12,6 +16,9 @@ from pydantic.fields import FieldInfo
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import SCHEMA_VERSION, Manifest
 
+FieldPath = tuple[str | int, ...]
+
+_ELEMENT = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _URGENCY = {"extra_forbidden": 0, "missing": 2}
 
 
@@ -163,3 +170,50 @@ def _members(kind: Any) -> list[Any]:
 def _tag(member: Any) -> str | None:
     field: FieldInfo | None = getattr(member, "model_fields", {}).get("kind")
     return get_args(field.annotation)[0] if field else None
+
+
+def parse_path(text: str) -> FieldPath:
+    parts = [int(i or n) if (i or n).isdigit() else n for n, i in _ELEMENT.findall(text)]
+    return tuple(parts)
+
+
+def spelled(path: FieldPath) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
+
+
+def leaves(data: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
+    if not data or not isinstance(data, dict | list):
+        yield path, data
+        return
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        yield from leaves(value, (*path, key))
+
+
+def lookup(data: Any, path: FieldPath, where: str) -> Any:
+    for depth, element in enumerate(path):
+        if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (
+            isinstance(data, dict) and element in data
+        ):
+            data = data[element]  # type: ignore[index]  # the condition says which of the two it is
+        else:
+            names = list(data) if isinstance(data, dict) else []
+            if isinstance(data, list):
+                names = [f"[{i}]" for i in range(len(data))]
+            near = nearest(str(element), names)
+            before = spelled(path[:depth])
+            if near:
+                hint = f"did you mean {spelled((*path[:depth], near))!r}?"
+            elif names:
+                hint = f"{before or 'a manifest'} has {', '.join(names)}"
+            else:
+                hint = f"{before} is a plain value"
+            raise OrreryError(f"{where}: there is no field {spelled(path[: depth + 1])!r}; {hint}")
+    return data
+
+
+def has_field(data: Any, path: FieldPath) -> bool:
+    try:
+        lookup(data, path, "")
+    except OrreryError:
+        return False
+    return True

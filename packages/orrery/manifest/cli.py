@@ -12,9 +12,8 @@ from typing import Annotated
 
 import typer
 
-from orrery.manifest import fields
 from orrery.manifest.budget.options import format_value
-from orrery.manifest.check import nearest
+from orrery.manifest.check import lookup, nearest, parse_path
 from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
 from orrery.manifest.errors import OrreryError
@@ -268,14 +267,14 @@ def show(
                 f"{run}: has no receipt yet, because no stage has ended. Type `orrery status`"
             )
         if field is not None:
-            data = fields.lookup(data, fields.parse(field), f"{run}: receipt")
+            data = lookup(data, parse_path(field), f"{run}: receipt")
         print(json.dumps(data, indent=2))
         return
     manifest = manifest_of(run)
     if field is None:
         print(pretty_json(manifest), end="")
     else:
-        data = fields.lookup(manifest.model_dump(mode="json"), fields.parse(field), run)
+        data = lookup(manifest.model_dump(mode="json"), parse_path(field), run)
         print(json.dumps(data, indent=2, sort_keys=True))
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orrery.manifest.check import leaves, spelled
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.fields import leaves, spelled
 from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Manifest
 

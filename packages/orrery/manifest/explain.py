@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orrery.manifest import fields
+from orrery.manifest.check import FieldPath, has_field, leaves, lookup, parse_path, spelled
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.render import Evaluator, closure, import_of, quoted, render
@@ -75,10 +75,10 @@ class Explanation:
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
     """Explain each scalar at or below `field`. Raise OrreryError if the run lacks it."""
     run = render(workspace, name)
-    path = fields.parse(field)
-    found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)
+    path = parse_path(field)
+    found = lookup(run.manifest.model_dump(mode="json"), path, name)
     case = _Case(workspace, name, run.file, closure(workspace, run))
-    return [case.leaf((*path, *rest), value) for rest, value in fields.leaves(found)]
+    return [case.leaf((*path, *rest), value) for rest, value in leaves(found)]
 
 
 def axes(workspace: Workspace, files: Iterable[Path]) -> dict[Path, str]:
@@ -98,11 +98,11 @@ class _Case:
         self.whole = " + ".join(import_of(workspace, p) for p in (self.library, *self.axes))
         self.unconstrained = {workspace.library[0] / "lib" / "constraints.libsonnet": b"{}"}
 
-    def leaf(self, path: fields.Path, value: Any) -> Explanation:
-        field = fields.spelled(path)
-        setters = [axis for axis in self.axes if fields.has(self.alone[axis], path)]
+    def leaf(self, path: FieldPath, value: Any) -> Explanation:
+        field = spelled(path)
+        setters = [axis for axis in self.axes if has_field(self.alone[axis], path)]
         over = setters[0] if setters else None
-        overridden = fields.lookup(self.alone[over], path, "") if over else None
+        overridden = lookup(self.alone[over], path, "") if over else None
         found = self._found(path, value)
         is_own = found is not None and found[1].keys[0] == self.name
         is_axis = over is not None and overridden == value
@@ -118,7 +118,7 @@ class _Case:
         sources = (self._place(over, line_of(over, path)),) if over else ()
         return Explanation(field, value, "run file", place, sources, overridden)
 
-    def _found(self, path: fields.Path, value: Any) -> tuple[Path, "_Setting"] | None:
+    def _found(self, path: FieldPath, value: Any) -> tuple[Path, "_Setting"] | None:
         """Return the setting of a run file that most likely gave `path` its value, or None.
 
         Settings whose literal is another value are left out. Prefer, in order: the run's own block,
@@ -131,7 +131,7 @@ class _Case:
             if path in (setting.keys, setting.keys[1:]) and setting.literal in (None, (value,))
         ]
 
-        def rank(file: Path, keys: fields.Path) -> int:
+        def rank(file: Path, keys: FieldPath) -> int:
             if keys == (self.name, *path):
                 return 2
             return int(file != self.file or keys == path or str(keys[0]).startswith("["))
@@ -139,14 +139,14 @@ class _Case:
         found.sort(key=lambda each: rank(each[0], each[1].keys))
         return found[-1] if found else None
 
-    def _follows_from(self, path: fields.Path, value: Any) -> tuple[Place, ...]:
+    def _follows_from(self, path: FieldPath, value: Any) -> tuple[Place, ...]:
         run = f"{import_of(self.workspace, self.file)}[{quoted(self.name)}]"
         causes = [axis for axis in self.axes if not self._is(run, path, value, {axis: b"{}"})]
         if not self._is(self.whole, path, value, {}):
             causes.append(self.file)
         return tuple(self._place(cause, None) for cause in causes)
 
-    def _is(self, run: str, path: fields.Path, value: Any, instead: dict[Path, bytes]) -> bool:
+    def _is(self, run: str, path: FieldPath, value: Any, instead: dict[Path, bytes]) -> bool:
         reach = "".join(f"[{json.dumps(element)}]" for element in path)
         evaluate = Evaluator(self.workspace, {**self.unconstrained, **instead})
         try:
@@ -167,7 +167,7 @@ class _Setting:
     literal: tuple[Any] | None
 
 
-def line_of(file: Path, path: fields.Path) -> int | None:
+def line_of(file: Path, path: FieldPath) -> int | None:
     """Return the number of the first line that sets `path`, or None."""
     return next((each.line for each in _settings(file) if each.keys == path), None)
 
@@ -195,6 +195,6 @@ def _literal(text: str, start: int) -> tuple[Any] | None:
     return (json.loads(found["json"]) if found["json"] else found["text"],)
 
 
-def _nearest_line(file: Path, path: fields.Path) -> int | None:
+def _nearest_line(file: Path, path: FieldPath) -> int | None:
     lines = (line_of(file, path[:depth]) for depth in range(len(path), 0, -1))
     return next((line for line in lines if line), None)
