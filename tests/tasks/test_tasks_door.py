@@ -124,7 +124,7 @@ def test_a_package_may_not_take_a_kind_that_exists(site):
     install(site, "impostor", {"calculator": "impostor:Calculator"})
     with pytest.raises(
         OrreryError,
-        match=r"'calculator' is claimed by orrery\.tasks\.calculator:Calculator and impostor:",
+        match=r"'calculator' is claimed by orrery\.tasks\.synthetic:Calculator and impostor:",
     ):
         make(task_use("reverse_text"))
 

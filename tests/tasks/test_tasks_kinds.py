@@ -8,8 +8,7 @@ from task_chats import ARGS, fastest_s, judged, task_use
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import TaskUse
 from orrery.tasks import Message, ToolCall, make
-from orrery.tasks.calculator import evaluate, result, text_calls
-from orrery.tasks.synthetic import longest_common_subsequence
+from orrery.tasks.synthetic import evaluate, longest_common_subsequence, result, text_calls
 from orrery.tasks.task import split_of
 
 SMALL = [

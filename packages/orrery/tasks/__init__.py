@@ -30,7 +30,7 @@ EXAMPLES_SEED = 30_000  # differs from all `seeds` in jsonnet/lib/run.libsonnet
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # kind -> module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
-    "calculator": "orrery.tasks.calculator:Calculator",
+    "calculator": "orrery.tasks.synthetic:Calculator",
     "reasoning_gym": "orrery.tasks.reasoning_gym:ReasoningGym",
     "reverse_words": "orrery.tasks.synthetic:ReverseWords",
     "few_shot": "orrery.tasks:FewShot",
