@@ -26,8 +26,7 @@ from orrery.manifest.schema.model import Sha256
 from orrery.manifest.shards import check_held, checked_sha256
 from orrery.runtime.timing import scaled
 from orrery.tasks.rows import DataRows, open_rows
-from orrery.tasks.scorer_pool import SCORERS
-from orrery.tasks.scorer_process import MEMORY_BYTES
+from orrery.tasks.scorer_pool import MEMORY_BYTES, SCORERS
 from orrery.tasks.task import (
     Judgement,
     Message,

@@ -155,7 +155,7 @@ def _equal(gold: list[Any], text: str, boxed: bool) -> bool:
     return bool(verify(gold, parse(text, config, **_UNTIMED), timeout_seconds=None))
 
 
-_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # `scorer_process.py` limits the time
+_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # `scorer_pool.py` limits the time
 
 
 def _normal(text: str, ignore_case: bool) -> str:

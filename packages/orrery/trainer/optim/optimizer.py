@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orrery.manifest.budget.state_rooms import StateRooms, state_rooms
-from orrery.manifest.budget.trainer_memory import NUM_SLOTS, OFFLOADED_BYTES, WHOLE_BYTES
+from orrery.manifest.budget.trainer_memory import (
+    NUM_SLOTS,
+    OFFLOADED_BYTES,
+    WHOLE_BYTES,
+    StateRooms,
+    state_rooms,
+)
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Trainer
 from orrery.models.causal_lm import CausalLm
