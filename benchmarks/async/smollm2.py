@@ -112,7 +112,7 @@ def main() -> None:
         )
     convert(directory)
     from orrery.manifest.publish import sha256_of
-    from orrery.tasks.tokenizer import FILES
+    from orrery.tasks.chat import FILES
 
     files = [directory / name for name in FILES if (directory / name).is_file()]
     print(f"model.init.sha256: {sha256_of([directory / 'model.safetensors'])}")

@@ -313,7 +313,7 @@ def main() -> None:
     import torch
 
     from orrery.models import build, weights
-    from orrery.tasks.tokenizer import write_tokenizer
+    from orrery.tasks.chat import write_tokenizer
 
     key = {"wall": "tokens_per_s", "cpu": "tokens_per_engine_cpu_s"}[args.per]
     with tempfile.TemporaryDirectory(prefix="orrery-admission-") as folder:

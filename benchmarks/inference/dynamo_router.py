@@ -37,7 +37,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.models import build
 from orrery.models.weights import initialize, save
-from orrery.tasks.tokenizer import write_tokenizer
+from orrery.tasks.chat import write_tokenizer
 from record import ROOT, parser_of, record
 
 BASE, ENGINES, GOAL = "reverse_text_moe", 2, 1e-4

@@ -33,8 +33,7 @@ from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.role_context import RoleContext, parse_role
 from orrery.tasks import make
-from orrery.tasks.chat import Renderer
-from orrery.tasks.tokenizer import write_tokenizer
+from orrery.tasks.chat import Renderer, write_tokenizer
 from orrery.wire.columns import Columns
 from orrery.wire.rollout_wire import Batch
 from orrery.wire.weight_wire import (

@@ -18,7 +18,7 @@ from listeners import listening, undeclared
 
 from orrery.inference.__main__ import MAX_ERROR_CHARACTERS, first_sentence
 from orrery.manifest.identity import load
-from orrery.tasks.tokenizer import write_tokenizer
+from orrery.tasks.chat import write_tokenizer
 from orrery.trainer.export import export_policy
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy

@@ -62,7 +62,7 @@ def own(tmp_path_factory) -> Path:
     import torch
 
     from orrery.models.weights import write_initial
-    from orrery.tasks.tokenizer import write_tokenizer
+    from orrery.tasks.chat import write_tokenizer
 
     folder = tmp_path_factory.mktemp("own")
     model = load(ROOT / "manifests" / "reverse_text_smoke.json").model
@@ -499,8 +499,7 @@ def rendered(site: Place) -> Manifest:
 
 def trained_letters(spec: Manifest, shard: int, tokenizer: Path) -> str:
     """Return the letters of the documents that a site trains in an epoch."""
-    from orrery.tasks.chat import Renderer
-    from orrery.tasks.tokenizer import write_tokenizer
+    from orrery.tasks.chat import Renderer, write_tokenizer
     from orrery.trainer.sft_data import load_examples, text_batches
 
     write_tokenizer(spec.model, tokenizer)

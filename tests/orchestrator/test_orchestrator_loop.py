@@ -27,8 +27,8 @@ from orrery.orchestrator.rollout import Notifier
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.health import read_health
 from orrery.runtime.process_control import Preempted, request_path
+from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.task import Judgement, Message
-from orrery.tasks.tokenizer import write_tokenizer
 from orrery.wire import checkpoints, columns
 
 

@@ -13,9 +13,8 @@ from tokenizers import models, pre_tokenizers
 
 from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.schema import Model, TaskUse
-from orrery.tasks.chat import Renderer
+from orrery.tasks.chat import Renderer, vocab_size, write_tokenizer
 from orrery.tasks.task import Judgement, Message, Problem, Task
-from orrery.tasks.tokenizer import vocab_size, write_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*() .,?"
 

@@ -22,11 +22,11 @@ from task_chats import (
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sha256_of
 from orrery.tasks import Message, Tool, ToolCall, make
-from orrery.tasks.chat import Renderer
-from orrery.tasks.tokenizer import (
+from orrery.tasks.chat import (
     END_ID,
     PAD_ID,
     SPECIALS,
+    Renderer,
     take_calls,
     vocab_size,
     write_tokenizer,

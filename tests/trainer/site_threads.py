@@ -29,7 +29,7 @@ from orrery.manifest.publish import sha256_of_data
 from orrery.runtime.metrics import rows
 from orrery.runtime.role_context import parse_role
 from orrery.runtime.run_directory import metrics_path
-from orrery.tasks.tokenizer import write_tokenizer
+from orrery.tasks.chat import write_tokenizer
 from orrery.trainer.assemble import assemble_learner
 from orrery.trainer.checkpoint_writer import StageCheckpoints, resume
 from orrery.trainer.elastic import SiteTraining

@@ -26,8 +26,7 @@ from orrery.models import build, weights
 from orrery.runtime.metrics import read
 from orrery.runtime.role_context import parse_role
 from orrery.tasks import Message, Tool, ToolCall
-from orrery.tasks.chat import Renderer
-from orrery.tasks.tokenizer import CHARACTER_TEMPLATE, write_tokenizer
+from orrery.tasks.chat import CHARACTER_TEMPLATE, Renderer, write_tokenizer
 from orrery.trainer import __main__ as trainer_main
 from orrery.trainer import sft, sft_data
 from orrery.trainer.__main__ import initialize

@@ -12,8 +12,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.publish import sha256, sha256_of_data
 from orrery.manifest.schema import Manifest, TextData
 from orrery.manifest.shards import DATA_SUMS, SUMS, write_data_sums
-from orrery.tasks.chat import Renderer
-from orrery.tasks.tokenizer import write_tokenizer
+from orrery.tasks.chat import Renderer, write_tokenizer
 from orrery.trainer.sft_data import Texts, load_examples, open_examples, text_order
 
 MANIFEST = load(Path(__file__).parents[2] / "manifests/elastic_text.json")

@@ -23,10 +23,9 @@ from orrery.manifest.identity import load
 from orrery.manifest.publish import data_files
 from orrery.manifest.schema import Manifest, Model, TaskUse
 from orrery.tasks import FewShot, make
-from orrery.tasks.chat import Renderer
+from orrery.tasks.chat import FETCH, Renderer, write_tokenizer
 from orrery.tasks.dataset import Dataset
 from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
-from orrery.tasks.tokenizer import FETCH, write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0

@@ -14,9 +14,8 @@ from typing import Any
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sha256_of
 from orrery.manifest.shards import checked_sha256, data_names, split_of
-from orrery.tasks.chat import Renderer
+from orrery.tasks.chat import FILES, Renderer
 from orrery.tasks.rows import open_rows, splits
-from orrery.tasks.tokenizer import FILES
 
 
 def tokenizer(folder: Path) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def initialize(ctx: RoleContext) -> None:
     import torch
 
     from orrery.models import weights
+    from orrery.tasks.chat import write_tokenizer
     from orrery.tasks.check import check
-    from orrery.tasks.tokenizer import write_tokenizer
 
     ctx.health.doing("checking tasks")
     check(ctx.manifest)
