@@ -66,7 +66,7 @@ def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -
             hub.download(source, settings, folder)
             if text is not None:
                 (folder / TEMPLATE).write_text(text)
-            tokenizer = _ask("orrery.tasks.fetched", "tokenizer", str(folder))
+            tokenizer = _ask("orrery.tasks.check", "--tokenizer", str(folder))
             _examine(folder, path, source, tokenizer)
             hub.download(source, weights, folder)
             found = _examine(folder, path, source, tokenizer)
@@ -75,7 +75,7 @@ def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -
             raise OrreryError(
                 f"--chat-template {template}: {path} was fetched with another. Move {path} away"
             )
-        tokenizer = _ask("orrery.tasks.fetched", "tokenizer", str(target))
+        tokenizer = _ask("orrery.tasks.check", "--tokenizer", str(target))
         found = _examine(target, path, source, tokenizer)
     write_atomic(axis, found["axis"].encode())
     total = sum(source.files[name].num_bytes for name in (*settings, *weights))
@@ -186,9 +186,9 @@ def fetch_dataset(
     if not (hub.is_finished(source, target) and _holds(target, shard)):
         with hub.finished_folder(source, target) as folder:
             _fill(source, config, shard, target, folder)
-            found = _ask("orrery.tasks.fetched", "dataset", str(folder))
+            found = _ask("orrery.tasks.check", "--dataset", str(folder))
     else:
-        found = _ask("orrery.tasks.fetched", "dataset", str(target))
+        found = _ask("orrery.tasks.check", "--dataset", str(target))
     lines = [f"{path}: {source.title}"]
     for split, one in found["splits"].items():
         columns = ", ".join(one["columns"])

@@ -6,9 +6,12 @@
 - All rows of a task's file are checked.
 - Evaluation tasks must differ from training and SFT tasks in kind, args or seed. A row or prompt
   of a file must not be both trained and evaluated.
+
+With `--tokenizer FOLDER` or `--dataset FOLDER`, print facts of a fetched folder as JSON instead.
 """
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
@@ -20,11 +23,13 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
-from orrery.manifest.publish import data_files
+from orrery.manifest.publish import data_files, sha256_of
 from orrery.manifest.schema import Manifest, Model, TaskUse
+from orrery.manifest.shards import checked_sha256, data_names, split_of
 from orrery.tasks import FewShot, make
-from orrery.tasks.chat import FETCH, Renderer, write_tokenizer
+from orrery.tasks.chat import FETCH, FILES, Renderer, write_tokenizer
 from orrery.tasks.dataset import Dataset
+from orrery.tasks.rows import open_rows, splits
 from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
 
 NUM_PROBLEMS = 16
@@ -281,13 +286,49 @@ def _longest_prompt_tokens(
     return longest
 
 
+def tokenizer_facts(folder: Path) -> dict[str, Any]:
+    """Return `sha256`, the vocabulary size without added tokens, and the added tokens' ids."""
+    renderer = Renderer(folder)
+    added = renderer.tokenizer.get_added_tokens_decoder()
+    files = [folder / name for name in FILES if (folder / name).is_file()]
+    return {
+        "sha256": sha256_of(files),
+        "num_words": renderer.tokenizer.get_vocab_size(with_added_tokens=False),
+        "added": {token.content: number for number, token in added.items()},
+    }
+
+
+def dataset_facts(folder: Path) -> dict[str, Any]:
+    """Return `sha256`, and each split's rows and columns. Unreadable splits become notes."""
+    found: dict[str, Any] = {}
+    notes = []
+    order = [split_of(name) for name in data_names(folder)]
+    for split in sorted(splits(folder), key=order.index):
+        try:
+            rows = open_rows(folder, split)
+        except OrreryError as error:
+            notes.append(str(error))
+            continue
+        found[split] = {"num_rows": len(rows), "columns": list(rows[0]) if len(rows) else []}
+    if not found:
+        raise OrreryError(notes[0])
+    return {"sha256": checked_sha256(folder), "splits": found, "notes": notes}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m orrery.tasks.check", description=__doc__)
-    parser.add_argument("manifests", nargs="+", metavar="MANIFEST")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("manifests", nargs="*", metavar="MANIFEST", default=[])
+    given.add_argument("--tokenizer", type=Path, metavar="FOLDER")
+    given.add_argument("--dataset", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     try:
         for manifest in args.manifests:
             print(*check(load(manifest)), sep="\n")
+        if args.tokenizer is not None:
+            print(json.dumps(tokenizer_facts(args.tokenizer)))
+        if args.dataset is not None:
+            print(json.dumps(dataset_facts(args.dataset)))
     except OrreryError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
