@@ -77,9 +77,8 @@ REFUSED = [
     (
         changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),
         "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: "
-        "engines take no adapters of experts (vLLM computes these on GPUs only, where they have "
-        "not run yet). Leave experts out, or set transport.weights to 'nccl' or 'files', which "
-        "merge adapters",
+        "engines take no adapters of experts. Leave experts out, or set transport.weights to "
+        "'nccl' or 'files', which merge adapters",
     ),
     (
         changed(
@@ -97,8 +96,8 @@ REFUSED = [
             transport__weights="adapters",
             inference__quantization="fp8",
         ),
-        "transport.weights 'adapters' with inference.quantization 'fp8': adapters beside "
-        "quantised weights have not run yet. Set inference.quantization to 'none', or "
+        "transport.weights 'adapters' with inference.quantization 'fp8': adapters with "
+        "quantized weights are untested. Set inference.quantization to 'none', or "
         "transport.weights to 'nccl' or 'files', which merge adapters",
     ),
 ]

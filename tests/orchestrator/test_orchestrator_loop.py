@@ -418,7 +418,7 @@ def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused_here(tmp
     renderer = assemble.renderer(fakes.FakeContext(tmp_path, manifest), "sft", "init")
     assert renderer.prompt([Message("user", "abc")])
     with pytest.raises(
-        OrreryError, match=r"model\.vocab_size: 11, and the tokenizer makes 'd' the token 11"
+        OrreryError, match=r"model\.vocab_size 11: the tokenizer gives 'd' the id 11"
     ):
         renderer.prompt([Message("user", "abcd")])
 

@@ -229,11 +229,11 @@ def test_a_text_with_a_token_beyond_the_models_vocabulary_is_refused_and_others_
     ):
         with pytest.raises(
             OrreryError,
-            match=r"model\.vocab_size: 10, and the tokenizer makes 'c' the token 10, "
-            "which is not a row of the model",
+            match=r"model\.vocab_size 10: the tokenizer gives 'c' the id 10, "
+            "and the model has no such row",
         ):
             refused()
-    with pytest.raises(OrreryError, match=r"^line 3: model\.vocab_size: 10"):
+    with pytest.raises(OrreryError, match=r"^line 3: model\.vocab_size 10"):
         renderer.examples(
             [("line 3", [Message("user", "a"), Message("assistant", "c")], ())], ("assistant",)
         )

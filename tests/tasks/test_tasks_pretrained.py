@@ -85,6 +85,6 @@ def test_the_manifest_s_tokenizer_is_this_one_and_its_prompts_fit(folder):
     assert len(check(manifest)) == 2 * len(MANIFEST.tasks.train)
     short = replaced(manifest, "model", vocab_size=100)
     with pytest.raises(
-        OrreryError, match=r"^tasks\.train\[0\]: model\.vocab_size: 100, and the tokenizer makes "
+        OrreryError, match=r"^tasks\.train\[0\]: model\.vocab_size 100: the tokenizer gives "
     ):
         check(short)

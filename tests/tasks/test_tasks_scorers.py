@@ -199,7 +199,7 @@ async def test_what_an_answer_starts_ends_with_it(kept, task):
 
 
 @pytest.mark.parametrize(
-    ("signal", "how"), [("SIGKILL", "ended, or gave"), ("SIGSTOP", "stood still")]
+    ("signal", "how"), [("SIGKILL", "ended, or gave"), ("SIGSTOP", "timed out")]
 )
 async def test_an_answer_that_ends_or_stops_the_process_behind_it_fails_its_rollout(
     kept, task, monkeypatch, signal, how

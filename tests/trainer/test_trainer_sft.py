@@ -455,8 +455,8 @@ def test_a_chat_with_a_token_that_the_model_has_no_row_for_is_named(tmp_path, to
     )
     with pytest.raises(
         OrreryError,
-        match=r"chats\.jsonl:2: model\.vocab_size: 15, and the tokenizer makes 'h' the token "
-        r"15, which is not a row",
+        match=r"chats\.jsonl:2: model\.vocab_size 15: the tokenizer gives 'h' the id 15, "
+        r"and the model has no such row",
     ):
         load_examples(spec, tokenizer)
 

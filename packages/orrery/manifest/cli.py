@@ -41,11 +41,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# `orrery.tasks.check` prints a line with this prefix per correct manifest.
+# `orrery.tasks.check` prints a line with this prefix per manifest.
 FIRST_LINE = "tasks.train[0]: "
-# Imports of `orrery.tasks.check` that a login node may lack.
+# imports of `orrery.tasks.check` that login nodes may lack
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
-NOTE = "  note: "  # prefix of notes of `orrery.tasks.check`
+NOTE = "  note: "  # prefix of `orrery.tasks.check`'s notes
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -104,7 +104,7 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Run `orrery.tasks.check` on (name, manifest) pairs in the checkout, and return its notes.
+    """Run `orrery.tasks.check` on (name, manifest) pairs, and return its notes.
 
     Raise OrreryError for the first wrong task. Skip the check if `TASK_PACKAGES` are missing.
     """
@@ -152,7 +152,7 @@ def render(
         bool, typer.Option("--on-this-machine", help=ON_THIS_MACHINE)
     ] = False,
 ) -> None:
-    """Render runs to manifests/. Write nothing if one of the runs is wrong."""
+    """Render runs to manifests/. Write nothing if a run is wrong."""
     workspace = find_workspace()
 
     def wrote(path: Path, changed: bool) -> None:

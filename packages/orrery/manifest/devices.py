@@ -3,8 +3,8 @@
 A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability 8.9
 with 44 GiB. Its rates are the lowest in `DEVICES` among GPUs of its or the next lower capability.
 
-`rates/` holds measured rates. Without them, a device gets its data sheet's rates, multiplied by the
-H200's ratio of measured to data sheet rates.
+`rates/` holds measured rates. Other devices have their data sheet's rates times the H200's ratio of
+measured to data sheet rates.
 """
 
 import re
@@ -22,10 +22,10 @@ GB, T = 10**9, 10**12
 class Device:
     """A type of device, with its data sheet's rates per second.
 
-    `names`: the driver's names. `capability`: compute capability (major, minor).
+    `names`: the driver's. `capability`: compute capability (major, minor).
     `memory_bytes`: without GDDR6's memory for error correction.
-    `bf16_flops`, `fp8_flops`: dense operations. Without FP8 support, `fp8_flops` is 0.
-    `link_bytes_per_s`: to another device, one way. `is_estimated`: the type is not in `DEVICES`.
+    `bf16_flops`, `fp8_flops`: dense operations. `fp8_flops` is 0 without FP8 units.
+    `link_bytes_per_s`: to another device, one way. `is_estimated`: not in `DEVICES`.
     """
 
     names: tuple[str, ...]
@@ -135,7 +135,7 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device with this key in `DEVICES` or name from `told_accelerator`, or None."""
+    """Return the device of a key in `DEVICES` or a name from `told_accelerator`, or None."""
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:
@@ -171,9 +171,9 @@ def is_named(accelerator: str, name: str) -> bool:
     return name in device.names or (told is not None and told[1] == _short(name))
 
 
-SPARSE_PAIRS = 2**22  # maximum (query, key) pairs per chunk of sparse attention's backward pass
+SPARSE_PAIRS = 2**22  # maximum (query, key) pairs in a chunk of sparse attention's backward pass
 AUTO_SHARE = 16  # `lm_head_chunk_tokens` "auto": logits take 1/16 of device memory
-ALIGNMENT = 128  # slice sizes are multiples of this tile size
+ALIGNMENT = 128  # slice sizes are multiples of it
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
@@ -202,7 +202,7 @@ class Rates:
 
     `dense_flops`, `grouped_flops`: bfloat16 products of dense layers and of routed experts.
     `fp8_flops`: products of FP8 weights. Devices without FP8 units multiply in bfloat16.
-    `attention_flops`: limit for long documents. At `attention_half_tokens`, half of it is reached.
+    `attention_flops`: limit for long documents. `attention_half_tokens` reach half of it.
     `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
     `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
@@ -249,5 +249,5 @@ def rates_of(accelerator: str) -> Rates:
 
 def usable_bytes(accelerator: str) -> int | None:
     device = find_device(accelerator)
-    # Data sheets write GB of memory, but mean GiB.
+    # Data sheets write GB, but mean GiB.
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

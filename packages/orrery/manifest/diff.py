@@ -1,7 +1,7 @@
 """Compare two manifests or receipts field by field.
 
 A receipt (`receipt.json`) records each attempt of a run's stages. By default, only last attempts
-are compared, without times, job ids and messages.
+are compared, and not times, job ids and messages.
 """
 
 import json
@@ -73,7 +73,7 @@ def _has_attempts(stage: Any) -> bool:
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
-    """Return the differences. Fields are named `receipt.<kind>.<stage>.<field>`.
+    """Return the differences of fields `receipt.<kind>.<stage>.<field>`.
 
     A change that all stages share appears once, without the stage.
     """

@@ -1,6 +1,6 @@
-"""Errors for users. Messages name field or file, wrong value, rule and remedy.
+"""Errors for users. Messages name field or file, value, rule and remedy.
 
-A command prints `error: <message>` and exits with `exit_code`.
+Commands print `error: <message>` and exit with `exit_code`.
 """
 
 import errno

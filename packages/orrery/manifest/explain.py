@@ -1,11 +1,11 @@
 """Explain which file and axis gave a field its value.
 
 An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
-`lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if
-removing the axis changes the value.
+`lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if removing it
+changes the value.
 
-A line of a run file is cited only if its literal is the value, because other lines may be
-overridden or belong to other runs of the file.
+A line of a run file is cited only if its literal is the value. Other lines may be overridden or
+belong to other runs.
 """
 
 import json
@@ -51,7 +51,7 @@ class Place:
 class Explanation:
     """The origin of a scalar field.
 
-    `sources`: files that a derived value depends on, or the axis that a run file overrides.
+    `sources`: files behind a derived value, or the axis that a run file overrides.
     """
 
     field: str
@@ -121,8 +121,8 @@ class _Case:
     def _found(self, path: FieldPath, value: Any) -> tuple[Path, "_Setting"] | None:
         """Return the setting of a run file that most likely gave `path` its value, or None.
 
-        Settings whose literal is another value are left out. Prefer, in order: the run's own block,
-        settings outside the blocks of the file's other runs, the last setting.
+        Skip settings with another literal. Prefer, in order: the run's own block, settings outside
+        other runs' blocks, the last setting.
         """
         found = [
             (file, setting)
@@ -160,7 +160,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A line that sets the field at `keys`. `literal`: (value,), or None if computed."""
+    """A line that sets field `keys`. `literal`: (value,), or None if computed."""
 
     keys: tuple[str, ...]
     line: int
@@ -168,7 +168,7 @@ class _Setting:
 
 
 def line_of(file: Path, path: FieldPath) -> int | None:
-    """Return the number of the first line that sets `path`, or None."""
+    """Return the first line number that sets `path`, or None."""
     return next((each.line for each in _settings(file) if each.keys == path), None)
 
 

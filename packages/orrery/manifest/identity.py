@@ -18,7 +18,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_json
 from orrery.manifest.schema import Manifest
 
-COMMIT = "ORRERY_COMMIT"  # environment variable: the code's commit, if git cannot name it
+COMMIT = "ORRERY_COMMIT"  # environment variable: the code's commit
 
 
 def load(path: str | Path) -> Manifest:
@@ -92,9 +92,9 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit(folder: Path, *paths: str) -> str:
-    """Return the environment variable COMMIT, or the commit of `folder`'s checkout, or "unknown".
+    """Return the environment variable COMMIT, the commit of `folder`'s checkout, or "unknown".
 
-    Append `-dirty` to the checkout's commit if tracked files below `paths` have changed.
+    A checkout's commit ends with `-dirty` if tracked files below `paths` have changed.
     """
     if named := os.environ.get(COMMIT):
         return named

@@ -1,7 +1,7 @@
 """Read JSON from users and other processes.
 
-Only regular files are read, so a reader never waits for a pipe. A file is refused if it exceeds
-`MAX_BYTES` or `MAX_DEPTH`, or contains NaN, an infinity, NUL or half of a surrogate pair.
+Only regular files are read, so a reader never waits for a pipe. Files beyond `MAX_BYTES` or
+`MAX_DEPTH`, or with NaN, infinities, NUL or half of a surrogate pair, are refused.
 """
 
 import errno
@@ -63,9 +63,9 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Raise ValueError if `text` is not JSON or has content that this module refuses.
+    """Raise ValueError if `text` is not JSON or has refused content.
 
-    `parse_constant` replaces NaN and infinities, which are refused otherwise.
+    `parse_constant` replaces NaN and infinities.
     """
     try:
         value = json.loads(

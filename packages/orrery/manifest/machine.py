@@ -1,6 +1,6 @@
 """Adapt runs to the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs, so a login node needs no torch. An adapted run is a new file in
+`nvidia-smi` lists the GPUs, so login nodes need no torch. An adapted run is a new file in
 `jsonnet/runs` that imports the original and changes fields.
 """
 
@@ -40,11 +40,11 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-# Orrery overwrites only files whose line 1 has this text and the other lines' digest.
+# Only files with this text and the other lines' digest in line 1 are overwritten.
 WRITTEN = "Written by `orrery "
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # maximum attempts to make a run fit into memory
-# The KV cache's share of GPU memory. Key: whether the GPU also trains.
+MAX_FITS = 3  # attempts to fit a run into memory
+# the KV cache's share of memory, by whether the GPU also trains
 CACHE_SHARE = {True: 0.25, False: 0.5}
 MIN_CACHE_BYTES = 256 << 20
 
@@ -69,7 +69,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return a layout: half of the GPUs train, half run engines. A single GPU does both."""
+        """Return a layout: half of the GPUs train, half run engines. One GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -102,9 +102,8 @@ def _told(found: Sequence[Gpu]) -> str:
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
         raise OrreryError(
-            f"GPU {name!r}: `nvidia-smi` does not tell its memory or its compute capability, and "
-            "packages/orrery/manifest/devices.py has no such device. Add a row with the figures of "
-            "its data sheet"
+            f"GPU {name!r}: `nvidia-smi` tells neither memory nor compute capability, and "
+            "packages/orrery/manifest/devices.py has no such device. Add a row from its data sheet"
         )
     if capability < AMPERE:
         raise OrreryError(
@@ -206,7 +205,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Raise OrreryError if a user wrote the file `path`."""
+    """Raise OrreryError if a user wrote `path`."""
     keep = "name another file, or"
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n", keep)
 
@@ -272,8 +271,8 @@ ONE_DEVICE: dict[str, int | None] = {
 class Adapted(NamedTuple):
     """A run, adapted to a machine.
 
-    `text`: the new run file, or None if the original suits the machine. `fitting`: {field: value}
-    that make the run fit into device memory.
+    `text`: the new run file, or None if the original fits. `fitting`: {field: value} that make the
+    run fit into device memory.
     """
 
     run: Rendered

@@ -31,7 +31,7 @@ ENGINE_ROLES = ("inference", "headless")
 class ProcessPlan:
     """A process `python -m <module>`. `index`: number within its role.
 
-    A "headless" process runs on node number `part` > 0 of multi-node engine number `engine`.
+    A "headless" process runs on node `part` > 0 of multi-node engine `engine`.
     """
 
     role: Role
@@ -46,7 +46,7 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return a name that is equal for processes that must restart together."""
+        """Return a name that processes share if they must restart together."""
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )
@@ -312,9 +312,8 @@ def _check_adapters(manifest: Manifest) -> None:
     if "experts" in lora.targets:
         raise OrreryError(
             f"transport.weights 'adapters' with trainer.lora.targets {list(lora.targets)}: engines "
-            "take no adapters of experts (vLLM computes these on GPUs only, where they have not "
-            "run yet). Leave experts out, or set transport.weights to 'nccl' or 'files', which "
-            "merge adapters"
+            "take no adapters of experts. Leave experts out, or set transport.weights to 'nccl' or "
+            "'files', which merge adapters"
         )
     if lora.rank > SERVED_RANK:
         raise OrreryError(
@@ -325,7 +324,7 @@ def _check_adapters(manifest: Manifest) -> None:
     if manifest.inference.quantization != "none":
         raise OrreryError(
             "transport.weights 'adapters' with inference.quantization "
-            f"{manifest.inference.quantization!r}: adapters beside quantised weights have not run "
-            "yet. Set inference.quantization to 'none', or transport.weights to 'nccl' or "
-            "'files', which merge adapters"
+            f"{manifest.inference.quantization!r}: adapters with quantized weights are untested. "
+            "Set inference.quantization to 'none', or transport.weights to 'nccl' or 'files', "
+            "which merge adapters"
         )

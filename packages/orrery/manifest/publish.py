@@ -1,4 +1,4 @@
-"""Write files and folders durably, so that they survive a power cut, and hash files."""
+"""Write files and folders that survive a power cut, and hash files."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Sync the names of all files below `folder`, but not their content."""
+    """Sync the names, not the content, of all files below `folder`."""
     for parent, _, _ in os.walk(folder, topdown=False):
         with suppress(FileNotFoundError):  # another process may remove it
             sync(Path(parent))
@@ -64,7 +64,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return a file's sha256. For several files, hash the output of `sha256sum`."""
+    """Return a file's sha256. For several files, hash `sha256sum`'s output."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))
@@ -89,7 +89,7 @@ def is_data(path: PurePath) -> bool:
 
 
 def sha256_of_data(path: Path) -> str:
-    """Return a file's sha256. For a folder, hash the output of `sha256sum` on its data files."""
+    """Return a file's sha256. For a folder, hash `sha256sum`'s output on its data files."""
     if not path.is_dir():
         return sha256(path)
     lines = [f"{sha256(p)}  {p.relative_to(path).as_posix()}\n" for p in data_files(path)]

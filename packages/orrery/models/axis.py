@@ -1,8 +1,7 @@
 """Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
-An axis holds a run's `model` fields. The output is JSON: axis, family (`hugging_face` if no network
-of Orrery's fits `config.json`), number of parameters, vocabulary size, and the reason for
-`hugging_face` (or null).
+The output is JSON: axis, family (`hugging_face` if none of Orrery's networks fits `config.json`),
+number of parameters, vocabulary size, and the reason for `hugging_face` or null.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from orrery.models.families import YARN_FIELDS, build
 from orrery.models.hf_folder import CONFIG_FILE, num_mtp_layers, tensor_names, weight_files
 from orrery.models.weights import open_checkpoint
 
-OWN_TYPES = {  # transformers' model type → our model family
+OWN_TYPES = {  # transformers' model type → our family
     **{family: family for family in ("qwen3", "qwen3_moe", "llama", "glm4_moe")},
     **{family: family for family in hf_folder.YARN_FAMILIES},
     "glm_moe_dsa": "glm5",
@@ -58,9 +57,9 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the model, and the reason for family `hugging_face` (or None).
+    """Return the model, and the reason for family `hugging_face` or None.
 
-    Raise OrreryError for types unknown to transformers, and for quantization other than FP8 blocks.
+    Raise OrreryError for types unknown to transformers, and quantization other than FP8 blocks.
     """
     content = hf_folder.read_config(folder, "fetch the model again")
     kind = content.get("model_type")
@@ -118,8 +117,8 @@ def _check_type(kind: Any, folder: Path) -> None:
         return
     raise OrreryError(
         f"model_type {kind!r}: transformers has no causal language model of this type, and code "
-        f"from a repository is never run; choose one of {', '.join(OWN_TYPES)}, or another type "
-        "that transformers has"
+        f"from a repository is never run; choose one of {', '.join(OWN_TYPES)}, or another type of "
+        "transformers"
     )
 
 
@@ -181,7 +180,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond this limit, the longest document changes longrope's angles
+    for rope in ropes:  # beyond this, longrope's angles depend on the longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)
@@ -231,7 +230,7 @@ def _key(name: str) -> str:
 
 def _text(value: str) -> str:
     inside = json.dumps(value)[1:-1].replace('\\"', '"')
-    if "'" in inside:  # jsonnetfmt keeps double quotes around a single quote
+    if "'" in inside:  # jsonnetfmt then keeps double quotes
         return json.dumps(value)
     return f"'{inside}'"
 

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
 
-`lm_head_weight` may be a shard, because FSDP gathers it only while its module runs.
+`lm_head_weight` may be a shard, because FSDP gathers it only in its module's calls.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from orrery.models.layers import (
     rotary_angles,
 )
 
-# Our parameter name → Hugging Face's name. `{expert}` is the index in dimension 0.
+# Our parameter name → Hugging Face's. `{expert}` is the index in dimension 0.
 Names = dict[str, str | tuple[str, ...]]  # tuple: split evenly in dim 0 (dim 1 with {expert})
 
 
@@ -50,7 +50,7 @@ class LmHead(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """A network from packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
+    """A network from packed tokens to hidden states (`forward`) and log-probs (`log_probs`).
 
     Subclasses define `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
     """
@@ -109,7 +109,7 @@ class CausalLm(nn.Module):
         """Fill the allocated non-persistent buffers."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return a parameter's initial value, unsharded on CPU, or None for the default draw."""
+        """Return a parameter's initial value, whole on CPU, or None for the default draw."""
         return None
 
     def log_probs(
@@ -120,9 +120,9 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the target tokens' log-probs, and the predicted distributions' entropies.
+        """Return log-probs of target tokens, and entropies: f32 [T] each, differentiable.
 
-        Both are f32 [T], differentiable. `target` is i64 [T], `temperature` f32 [T] > 0.
+        `target` is i64 [T], `temperature` f32 [T] > 0.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:

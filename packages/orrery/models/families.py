@@ -33,7 +33,7 @@ _NAMES: Names = {
         "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
     ),
 }
-# transformers' fields → fields of `Llama3RopeScaling`
+# transformers' fields → `Llama3RopeScaling`'s
 LLAMA3_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
@@ -45,7 +45,7 @@ LLAMA3_FIELDS = {
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
-# transformers' fields → fields of `YarnRopeScaling`
+# transformers' fields → `YarnRopeScaling`'s
 YARN_FIELDS = {
     "factor": "factor",
     "beta_fast": "fast_turns",
@@ -135,7 +135,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "v_head_dim": mla.value_head_dim,
         "head_dim": mla.rope_head_dim,  # rotated width
         "rope_interleave": True,
-        # vLLM chooses the expert router by the next two fields.
+        # vLLM chooses the router by the next two fields.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),
@@ -209,9 +209,9 @@ class ModelFamily:
     """Names and module groups of a model family.
 
     - `ignored`: patterns of Hugging Face names that loading skips.
-    - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means one group per layer.
-      FSDP must not cast inputs, because temperatures are float32.
-    - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
+    - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*`: a group per layer. FSDP
+      must not cast inputs, because temperatures are float32.
+    - `expert_modules`: name patterns of modules with experts in dimension 0 of parameters.
     """
 
     hf_config: Callable[[Model], dict[str, Any]]
@@ -224,10 +224,10 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# The root FSDP unit owns tied embeddings, because the first and last modules read them.
+# The first and last modules read tied embeddings, so the root FSDP unit owns them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
-# Rotary frequencies, which old checkpoints store
+# rotary frequencies in old checkpoints
 _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 FAMILIES = {
@@ -248,7 +248,7 @@ def build(
 ) -> CausalLm:
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Raise OrreryError for unsupported models, or if transformers is needed but missing.
+    Raise OrreryError for unsupported models, or if transformers is missing.
     """
     with torch.device("meta"):
         module = _network(model)
@@ -297,7 +297,7 @@ def _check_shared_experts(model: Model) -> None:
 
 
 def hf_config(model: Model) -> dict[str, Any]:
-    """Return the content of the model's `config.json` without the dtype."""
+    """Return the model's `config.json` without the dtype."""
     return FAMILIES[model.family].hf_config(model)
 
 

@@ -1,6 +1,6 @@
 """Quantize weights to FP8 once per optimizer step, to the values that engines receive.
 
-An FP8 layer has lists `<name>_fp8` of quantized weights. If a list is empty, each forward pass
+An FP8 layer has lists `<name>_fp8` of quantized weights. If one is empty, each forward pass
 quantizes the weights.
 """
 
@@ -53,7 +53,7 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
 
 
 class WeightCache:
-    """Quantized weights of a network without FSDP. Pre-hook `refresh` quantizes changed weights."""
+    """Quantized weights without FSDP. Pre-hook `refresh` quantizes changed weights."""
 
     def __init__(self, network: nn.Module):
         self._network = network
@@ -72,8 +72,8 @@ class WeightCache:
 class SentWeights:
     """This rank's FP8 weights for engines, at constant addresses.
 
-    Weights are quantized from bfloat16, as in training. `refresh` raises OrreryError if a shard's
-    edge splits an FP8 block.
+    As in training, weights are quantized from bfloat16. `refresh` raises OrreryError if a shard
+    splits an FP8 block.
     """
 
     def __init__(self, network: CausalLm):
@@ -104,7 +104,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (scale tensor, box within it, this rank's scales in the box)."""
+        """Yield (scale tensor, box within it, this rank's scales)."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])

@@ -1,8 +1,8 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-`config.json` is removed first and written last, so it marks complete folders. FP8 matrices (e4m3)
-have a scale per block of 128 × 128. Multi-token-prediction layers (MTP,
-https://arxiv.org/abs/2412.19437, section 2.2) are copied to checkpoints, not trained.
+`config.json`, removed first and written last, marks complete folders. FP8 matrices (e4m3) have a
+scale per block of 128 × 128. Multi-token-prediction layers (MTP, https://arxiv.org/abs/2412.19437,
+section 2.2) are copied, not trained.
 """
 
 import copy
@@ -41,7 +41,7 @@ FP8 = "F8_E4M3"  # dtype name in safetensors
 class HfTensor:
     """A checkpoint tensor, and its index ranges (`box`) in our parameter.
 
-    An expert's tensor lacks the expert dimension. An MTP tensor has an empty `parameter_name`.
+    Experts' tensors lack the expert dimension. MTP tensors have an empty `parameter_name`.
     """
 
     name: str
@@ -179,7 +179,7 @@ def check_digest(directory: Path, expected: str) -> None:
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
             f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write that if "
-            "they are the ones that you mean, else fetch the manifest's revision again"
+            "these weights are right, or fetch the manifest's revision again"
         )
 
 
@@ -262,9 +262,9 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`, with `dtype` for FP8 tensors, which `read` dequantizes.
+    """Return the MTP tensors in `files`, with `dtype` for FP8 tensors (`read` dequantizes them).
 
-    Raise OrreryError for a dtype that is neither FP8 nor in `DTYPES`.
+    Raise OrreryError for dtypes other than FP8 and `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
@@ -275,14 +275,14 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
         if kept is None:
             raise OrreryError(
                 f"model.num_mtp_layers {model.num_mtp_layers}: tensor {name} is in {kind}; convert "
-                f"it to one of {', '.join(DTYPES)}, or take its layer out of the checkpoint"
+                f"it to one of {', '.join(DTYPES)}, or remove its layer from the checkpoint"
             )
         shape = tuple(part.get_shape())
         tensors.append(HfTensor(name, "", tuple((0, size) for size in shape), shape, kept))
     return tensors
 
 
-# `config.json` field → field of the manifest's model
+# `config.json` field → our field
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -326,9 +326,9 @@ COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 
 
 def read_config(directory: Path, remedy: str) -> dict[str, Any]:
-    """Return the content of `config.json`, with infinities written as {"__float__": "Infinity"}.
+    """Return `config.json`, with infinities as {"__float__": "Infinity"}.
 
-    Manifests hold finite numbers only, and transformers reads and writes this form too.
+    Manifests hold finite numbers only. transformers uses this form too.
     """
     return read_object(directory / CONFIG_FILE, remedy, lambda name: {"__float__": name})
 
@@ -401,7 +401,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # Nested values are dicts of rotary settings, one per layer type.
+    # Nested dicts are rotary settings per layer type.
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type
@@ -434,8 +434,8 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         from orrery.models.hugging_face import check_layers, decode_floats
     except ImportError as error:
         raise OrreryError(
-            "model.init.kind 'pretrained': transformers, which reads the config, is "
-            "not installed here. Install it"
+            "model.init.kind 'pretrained': transformers must read the config, and is not "
+            "installed here. Install it"
         ) from error
     try:
         content = decode_floats(copy.deepcopy(content))  # transformers modifies its arguments

@@ -28,9 +28,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Names
 
-# Listed as causal by transformers, but tokens attend to later tokens
+# Tokens attend to later tokens, though transformers lists these as causal.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Field of the manifest's model → names in transformers configs
+# our field → names in transformers' configs
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -62,7 +62,7 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
 
 
 def decode_floats(value: Any) -> Any:
-    """Replace {"__float__": "Infinity"} and the like by floats, as transformers does."""
+    """Replace {"__float__": "Infinity"} and similar by floats, as transformers does."""
     if isinstance(value, list):
         return [decode_floats(one) for one in value]
     if not isinstance(value, dict):
@@ -103,7 +103,7 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
 def find_body(network: PreTrainedModel) -> str:
     """Return the name of the network's child that computes hidden states.
 
-    Raise OrreryError if transformers names none, and no single child holds the token embedding.
+    Raise OrreryError if transformers names none, and no single child has the embedding.
     """
     children = dict(network.named_children())
     if network.base_model_prefix in children:
@@ -113,7 +113,7 @@ def find_body(network: PreTrainedModel) -> str:
     if len(found) != 1 or children[found[0]] is embedding:
         raise OrreryError(
             f"model.hf_config.model_type {network.config.model_type!r}: no part of its network "
-            "holds all layers below the head, which is not supported. Choose another model"
+            "holds all layers below the head. Choose another model"
         )
     return found[0]
 
@@ -124,12 +124,12 @@ def _embedding(module: Any) -> nn.Module:
     except NotImplementedError as error:
         raise OrreryError(
             f"model.hf_config.model_type {module.config.model_type!r}: transformers does not say "
-            "which module embeds its tokens, which is not supported. Choose another model"
+            "which module embeds its tokens. Choose another model"
         ) from error
 
 
 def check_layers(config: PreTrainedConfig, source: str) -> None:
-    """Raise OrreryError if a config attribute differs between layers, as transformers allows."""
+    """Raise OrreryError if layers differ in a config attribute, as transformers allows."""
     if names := sorted(getattr(config, "per_layer_attributes", None) or ()):
         raise OrreryError(
             f"{source}: layers of {config.model_type!r} differ in {' and '.join(names)}, "
@@ -152,7 +152,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that the config's type defines and `config` sets."""
+    """Return the first of `names` that the config's type has and `config` sets."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -180,10 +180,10 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
-    """Raise OrreryError if the network does not support `max_positions` positions.
+    """Raise OrreryError if the network supports fewer than `max_positions` positions.
 
-    Beyond their limit, `longrope` and `dynamic` rotary embeddings compute all angles of a batch
-    from its longest document.
+    Beyond their limit, `longrope` and `dynamic` rotary embeddings compute a batch's angles from its
+    longest document.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -209,14 +209,14 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # private function, renames tensors as `save_pretrained` does
+try:  # private, renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of a test expert: 12 rows divide into 2, 3 or 4 equal parts
+PROBE_SHAPE = (12, 2)  # a test expert's: 12 rows divide into 2, 3 or 4 parts
 
-_global_generator = threading.Lock()  # held while transformers draws from torch's global generator
+_global_generator = threading.Lock()  # held during draws from torch's global generator
 
 
 class HuggingFaceLm(CausalLm):
@@ -249,7 +249,7 @@ class HuggingFaceLm(CausalLm):
         if odd := sorted(state.keys() - ours.keys()):
             raise OrreryError(
                 f"model.hf_config: {odd[0]} is neither in the body nor in the head of this "
-                "architecture, which is not supported. Choose another model"
+                "architecture. Choose another model"
             )
         in_files = _names_in_files(network, state)
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
@@ -279,13 +279,13 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # An empty batch computes one token, so that gradients and collectives run.
+        # An empty batch computes one token, for gradients and collectives.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
         cell_T = row_T * longest + index_T - documents.cu_seqlens.long()[row_T]
         cells = token_ids_T.new_zeros(num_rows * longest).index_put((cell_T,), token_ids_T)
-        # Without mask and positions, transformers uses its fastest causal attention.
+        # Without mask and positions, transformers takes its fastest causal attention.
         output = self.body(input_ids=cells.view(num_rows, longest), use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, cell_T)
 
@@ -399,8 +399,7 @@ class Head(nn.Module):
         except Exception as error:
             raise OrreryError(
                 f"model.hf_config.model_type {network.config.model_type!r}: its logits cannot be "
-                f"computed without its body ({' '.join(str(error).split())}), which is not "
-                "supported. Choose another model"
+                f"computed without its body ({' '.join(str(error).split())}). Choose another model"
             ) from error
         self.is_plain = self.bias is None and torch.equal(transformed, probe)
 
@@ -473,10 +472,10 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the checkpoint name of one expert's tensor, with `{expert}` for its index.
+    """Return the checkpoint name of an expert's tensor, with `{expert}` for its index.
 
-    Return a tuple of names if checkpoints split the tensor into equal parts. Raise OrreryError for
-    other splits.
+    Return a tuple if checkpoints split the tensor into equal parts. Raise OrreryError for other
+    splits.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")
@@ -490,7 +489,7 @@ def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | t
     if not patterns or len(patterns) < num_parts:
         raise OrreryError(
             f"model.hf_config.model_type {network.config.model_type!r}: its files do not store "
-            f"{name} as equal parts of each expert, which is not supported. "
+            f"{name} as equal parts of each expert. "
             "Choose a model whose files have the same tensors as its network"
         )
     return patterns[0] if num_parts == 1 else tuple(patterns)

@@ -6,8 +6,8 @@ head width N + R, J indexer heads, I indexer width
 
 MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
 https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
-Attention is dense if no document exceeds the indexer's `top_k` tokens. Only `train_indexers`
-unfreezes indexers. Their loss gives other weights no gradient.
+Attention is dense if no document exceeds the indexer's `top_k` tokens. Indexers are frozen without
+`train_indexers`. Their loss gives other weights no gradient.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """An indexer's choice of keys. `score_TK` and `kl` are None unless indexers are trained."""
+    """An indexer's choice of keys. `score_TK` and `kl` are None for frozen indexers."""
 
     chosen_TK: Tensor  # i32 key indices, −1 for none
     score_TK: Tensor | None = None  # f32
-    kl: Tensor | None = None  # f32 [], sum of indexer losses up to this layer
+    kl: Tensor | None = None  # f32 [], sum of losses up to this layer
     differ: Tensor | None = None  # i64 [2], sum of `engine_keys` counts up to this layer
 
 
@@ -72,7 +72,7 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
-        """Return whether to choose keys with vLLM's FP8 arithmetic."""
+        """Return whether to choose keys in vLLM's FP8 arithmetic."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
@@ -103,11 +103,11 @@ class KeyIndexer(nn.Module):
         longest: int,
         engine_keys_TB: Tensor | None = None,
     ) -> ChosenKeys:
-        """Choose at most K = min(`top_k`, `longest`) keys for each query, padded with −1.
+        """Choose at most K = min(`top_k`, `longest`) keys per query, padded with −1.
 
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `longest`: length of the longest document.
-        - `engine_keys_TB`: an engine's choice as bits, which replaces the indexer's if `replays`.
+        - `engine_keys_TB`: bits of an engine's choice, used if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -135,12 +135,12 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Keys of one rank. Context parallelism replaces this module to gather all keys."""
+    """A rank's keys. Context parallelism replaces this module to gather all keys."""
 
     is_gathered = False
 
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
-        """Start gathering tensors [T, ·]. `receive` returns the gathered tensors [S, ·]."""
+        """Start gathering tensors [T, ·]. `receive` returns them [S, ·]."""
         return keys
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
@@ -157,7 +157,7 @@ class LocalKeys(nn.Module):
 
 
 def every_key(first_T: Tensor, last_T: Tensor, longest: int) -> Tensor:
-    """Return i32 [T, longest]: row t has the indices `first_T[t]` to `last_T[t]`, then −1."""
+    """Return i32 [T, longest]. Row t has indices `first_T[t]` to `last_T[t]`, then −1."""
     key_TK = first_T[:, None] + torch.arange(longest, dtype=torch.int32, device=first_T.device)
     return key_TK.masked_fill(key_TK > last_T[:, None], -1)
 
@@ -199,7 +199,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the next layer's `choice`.
 
-        `choice` comes from the previous layer. An indexer may replace it.
+        An indexer may replace `choice`, the previous layer's.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -302,9 +302,9 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return the number of layers, `index` included, that use layer `index`'s choice of keys.
+    """Return the number of layers, with `index`, that use layer `index`'s choice of keys.
 
-    A "full" layer has an indexer. The "shared" layers after it reuse its choice.
+    "shared" layers use the choice of the "full" layer before them.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")

@@ -31,7 +31,7 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
     """Return each linear layer's output, in FP8 unless `fp8` is None.
 
-    `fp8` holds the quantized weights. If empty, the call quantizes them.
+    `fp8`: quantized weights. If empty, quantize the weights.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -103,7 +103,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, interpolate those between (YaRN)."""
+    """Divide low frequencies by `factor`, keep high, interpolate between (YaRN)."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -176,8 +176,8 @@ class Router(nn.Module):
 
     - Scores are probabilities times `scale`. `normalize_top_k` first divides them by their sum.
     - A "sigmoid" router adds `expert_bias` [E] for the choice only (DeepSeek-V3,
-      https://arxiv.org/abs/2412.19437, equation 16). Bfloat16 biases would change choices.
-    - `groups` (n, k) limits the choice to the best k of n expert groups.
+      https://arxiv.org/abs/2412.19437, equation 16). Biases in bfloat16 would change it.
+    - `groups` (n, k) limits the choice to the best k of n groups.
     """
 
     expert_bias: Tensor | None
@@ -203,10 +203,10 @@ class Router(nn.Module):
     def forward(
         self, x_TD: Tensor, replayed_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return scores f32 [T, K], expert ids i64 [T, K] and the count i64 [] of differing routes.
+        """Return scores f32 [T, K], expert ids i64 [T, K], and i64 [], the differing routes.
 
         Valid ids in `replayed_TK` replace the router's choice. A route differs if the router did
-        not choose the replayed id.
+        not choose it.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -228,7 +228,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Keep the `num_kept` groups whose two best values have the highest sum. Set others to −∞."""
+    """Keep the `num_kept` groups with the highest sum of two best values. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -262,7 +262,7 @@ class Experts(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder, has_spare: bool = False
     ) -> Tensor:
-        """Return [T, D]: each token's sum of score · output over its experts.
+        """Return [T, D], each token's sum of score · output over its experts.
 
         With `has_spare`, rows after `rows.ends_E[-1]` have no expert.
         """

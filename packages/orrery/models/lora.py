@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A.
 
-Merging computes in float32 and rounds once. A starts uniform in ±1/√(number of inputs), seeded by
-run seed and adapter name. B starts at zero.
+Merging computes in float32 and rounds once. A starts uniform in ±1/√(inputs), seeded by run seed
+and adapter name. B starts at zero.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return this rank's shard of `weight` merged with its adapter.
 
-    Collective unless weight and adapter are sharded alike.
+    Collective unless both are sharded alike.
     """
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())
@@ -95,7 +95,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return part `box` of an adapter's factor A or B.
 
-    Placements decide whether to gather, so all ranks decide alike.
+    Placements decide on a gather, so all ranks decide alike.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -1,7 +1,7 @@
 """Load, initialise and save weights, whole or sharded, as Hugging Face folders.
 
-On sharded modules, `save` and `named_hf_tensors` are collectives, and all ranks must iterate fully.
-A Hugging Face ("HF") tensor is a slice ("box") of a parameter or buffer, with adapters merged.
+On sharded modules, `save` and `named_hf_tensors` are collectives that all ranks must finish. A
+Hugging Face ("HF") tensor is a slice ("box") of a parameter or buffer, with adapters merged.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor in host memory
-# Activation checkpointing and torch.compile insert these into parameter names.
+MAX_DRAWING_THREADS = 16  # each holds a float32 tensor
+# inserted into parameter names by activation checkpointing and torch.compile
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -44,7 +44,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def initialize(module: CausalLm, model: Model) -> None:
     """Load pretrained weights, or draw normal values. Norm weights start at 1, biases at 0.
 
-    Drawn values depend on seed and tensor name, not on the mesh.
+    Draws depend on seed and tensor name, not on the mesh.
     """
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
@@ -74,7 +74,7 @@ def _seed(init: RandomInit, name: str) -> int:
 def initialize_on_device(
     module: CausalLm, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Draw shards on `device` (default: that of the shards). Values depend on device and mesh."""
+    """Draw shards on `device` (default: the shards'). Values depend on device and mesh."""
     _allocate(module)
     device = device or local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
@@ -151,10 +151,10 @@ def _allocate(module: CausalLm) -> None:
 def load(
     module: CausalLm, directory: Path | str, on_tensor: Callable[[], object] = lambda: None
 ) -> None:
-    """Fill the module from a Hugging Face folder, in the module's dtype.
+    """Fill the module from a Hugging Face folder, in its dtype.
 
-    Call `on_tensor` after every tensor. If the folder mismatches, raise OrreryError before any
-    change.
+    Call `on_tensor` after every tensor. Raise OrreryError before any change if the folder does not
+    match.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -171,7 +171,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield {tensor name: open file}. Raise OrreryError if the tensors do not match the module."""
+    """Yield {tensor name: open file}. Raise OrreryError unless the tensors match the module."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -190,10 +190,9 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     start: Path | None = None,
 ) -> None:
-    """Write `config.json` and safetensors files. A file above `max_file_bytes` has only one tensor.
+    """Write `config.json` and safetensors files. A file above `max_file_bytes` has one tensor.
 
-    Copy MTP (multi-token-prediction) layers from folder `start`. Each rank holds at most one file
-    in memory.
+    Copy MTP (multi-token-prediction) layers from folder `start`. A rank holds at most one file.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -218,7 +217,7 @@ def save(
                 elif is_mine:
                     tensor = hf_folder.read(base, hf)
                 if is_mine:
-                    # A view would keep the gathered parameter in memory.
+                    # A view would keep the gathered parameter.
                     tensor = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
                     held[hf.name], held_file = tensor, file
             ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
@@ -303,7 +302,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     Without sharding or adapters, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
-    # A parameter's tensors are adjacent, so only one parameter is gathered at a time.
+    # A parameter's tensors are adjacent, so one parameter is gathered at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
@@ -317,7 +316,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT name, tensor in `dtype`) of all adapters. Collective if sharded.
 
-    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. Experts are not supported.
+    `lora_A` [rank, in], `lora_B` [out, rank] with the scale. Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}
@@ -335,7 +334,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (HF tensor, box within it, this rank's data) without gather or copy.
 
-    Replicas yield equal boxes. `replacements`: {parameter name: shard to yield instead}.
+    Replicas yield equal boxes. `replacements`: {parameter name: shard to yield}.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

@@ -28,7 +28,7 @@ __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall
 
 EXAMPLES_SEED = 30_000  # differs from all `seeds` in jsonnet/lib/run.libsonnet
 ENTRY_POINT_GROUP = "orrery.tasks"
-KINDS = {  # kind -> module:class, imported at first use
+KINDS = {  # module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
     "calculator": "orrery.tasks.synthetic:Calculator",
     "reasoning_gym": "orrery.tasks.reasoning_gym:ReasoningGym",
@@ -80,7 +80,7 @@ def _sentence(
     invalid: pydantic.ValidationError, args: type[pydantic.BaseModel], values: dict[str, Any]
 ) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt argument is both unknown and missing. Report it as unknown.
+    # A misspelt argument is also missing. Report it as unknown.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in _without_kinds(error["loc"], values))
     match error["type"]:
@@ -101,7 +101,7 @@ def _sentence(
 
 
 def _without_kinds(loc: Sequence[int | str], given: Any) -> Iterator[int | str]:
-    """Yield pydantic's `loc` without the kinds that it adds after each discriminated union."""
+    """Yield pydantic's `loc` without the kinds that discriminated unions add."""
     is_kind = False
     for part in loc:
         is_kind = not is_kind and isinstance(given, dict) and given.get("kind") == part
@@ -113,8 +113,7 @@ def _without_kinds(loc: Sequence[int | str], given: Any) -> Iterator[int | str]:
 class FewShot:
     """A task that puts solved examples before each problem of an inner task.
 
-    An example equal to the problem is replaced by a spare one. System prompts become one message
-    at the start.
+    A spare example replaces one that equals the problem. System prompts become one message.
     """
 
     class Args(Record):

@@ -1,6 +1,6 @@
 """Convert chats to token ids with a Hugging Face tokenizer folder, and write such folders.
 
-- A chat has the same tokens in SFT and RL. transformers is not needed.
+- A chat has the same tokens in SFT and RL.
 - The character tokenizer's format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A tool call is
   `<|call|>name input<|end_call|>`. A tool result is a `<|tool|>` turn.
 - Pretrained models must use the Hermes / Qwen syntax for tool calls,
@@ -64,7 +64,7 @@ FILES = (
 )
 SMOLLM2 = "make weights/SmolLM2-135M-Instruct/config.json"
 FETCH = f"Type `orrery fetch model NAME`, or for SmolLM2 `{SMOLLM2}`"
-# variables that the renderer sets in a chat template
+# template variables that the renderer sets
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 
@@ -72,7 +72,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # span of all tokens, even tokens without characters
+EVERYTHING = (0, -1)  # all tokens, even tokens without characters
 Example = tuple[np.ndarray, np.ndarray]
 
 
@@ -89,7 +89,7 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self.tokenizer.no_truncation()  # the file may keep the settings of a fine-tuning
+            self.tokenizer.no_truncation()  # the file may keep settings of a fine-tuning
             self.tokenizer.no_padding()
         except Exception as error:
             raise OrreryError(
@@ -116,7 +116,7 @@ class Renderer:
         return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Return the token ids of `messages`, then of the generation prompt.
+        """Return the token ids of `messages` and the generation prompt.
 
         If not `closed`, the previous turn lacks its stop token, so begin with an end-of-turn token.
         """
@@ -130,8 +130,8 @@ class Renderer:
         whole = self._render([ASK, _hugging_face(message)])
         if not whole.startswith(opened) or self._end not in whole[len(opened) :]:
             raise OrreryError(
-                "tokenizer: in the chat template an assistant turn does not begin with the "
-                "generation prompt, so turns cannot be told apart"
+                "tokenizer: its chat template does not begin the assistant's turns with the "
+                "generation prompt. Use another model"
             )
         text = whole[len(opened) :]
         return text[: text.rindex(self._end) + len(self._end)]
@@ -144,8 +144,8 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Messages in `trained_roles` are trained: all tokens of assistant turns, and the content and
-        end-of-turn token of other messages. The first token is untrained.
+        Messages in `trained_roles` are trained: all tokens of assistant turns, content and
+        end-of-turn token of others. The first token is untrained.
 
         Raise OrreryError if the order of roles is invalid, no message is trained, or the template
         mixes a trained message with other text.
@@ -174,7 +174,7 @@ class Renderer:
         return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the sampled message. Malformed tool calls stay in its text."""
+        """Return the sampled message. Malformed calls stay in its text."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -206,9 +206,9 @@ class Renderer:
         if self._vocab_size is not None and ids and (most := max(ids)) >= self._vocab_size:
             token = self.tokenizer.id_to_token(most)
             raise OrreryError(
-                f"model.vocab_size: {self._vocab_size}, and the tokenizer makes {token!r} the "
-                f"token {most}, which is not a row of the model. Set model.tokenizer to the "
-                "model's own, or leave that text out"
+                f"model.vocab_size {self._vocab_size}: the tokenizer gives {token!r} the id "
+                f"{most}, and the model has no such row. Set model.tokenizer to the model's own, "
+                "or leave that text out"
             )
         return ids
 
@@ -403,8 +403,8 @@ def write_tokenizer(model: Model, folder: Path) -> None:
     """Write `model.tokenizer` into `folder` as Hugging Face files.
 
     `chat_template_kwargs` become defaults in the template, so trainer, engines and exported models
-    make equal prompts. Raise OrreryError if the template lacks such a variable, or if a pretrained
-    tokenizer does not match its `sha256`.
+    make equal prompts. Raise OrreryError if the template lacks such a variable, or a pretrained
+    tokenizer differs from its `sha256`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,12 @@
 
 - A task must create its first problems within a limit of CPU time.
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context
-  length. This check needs the tokenizer's files.
+  length, if the tokenizer's files are present.
 - All rows of a task's file are checked.
 - Evaluation tasks must differ from training and SFT tasks in kind, args or seed. A row or prompt
-  of a file must not be both trained and evaluated.
+  must not be both trained and evaluated.
 
-With `--tokenizer FOLDER` or `--dataset FOLDER`, print facts of a fetched folder as JSON instead.
+`--tokenizer FOLDER` and `--dataset FOLDER` print facts of a fetched folder as JSON.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
-BYTES_PER_S = 1_000_000  # assumed read speed: a tenth of the slowest file format's
+BYTES_PER_S = 1_000_000  # a tenth of the slowest file format's read speed
 NUM_MEASURED = 256
 NOTE = "  note: "
 
@@ -96,7 +96,7 @@ def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequ
             return _longest_prompt_tokens(use, renderer, roles)
     except OrreryError as error:
         raise OrreryError(f"{path}: {error}") from error
-    except Exception as error:  # a plug-in may raise any exception
+    except Exception as error:  # plug-ins may raise any exception
         raise OrreryError(
             f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}). "
             f"Correct {path}.args"
@@ -127,7 +127,7 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # The answers of these verdicts are not example replies.
+    # These verdicts' answers are not example replies.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -287,7 +287,7 @@ def _longest_prompt_tokens(
 
 
 def tokenizer_facts(folder: Path) -> dict[str, Any]:
-    """Return `sha256`, the vocabulary size without added tokens, and the added tokens' ids."""
+    """Return `sha256`, the vocabulary size without added tokens, and their ids."""
     renderer = Renderer(folder)
     added = renderer.tokenizer.get_added_tokens_decoder()
     files = [folder / name for name in FILES if (folder / name).is_file()]

@@ -1,7 +1,7 @@
 """Pose the problems of a JSONL, JSON, CSV or Parquet file, or of a fetched dataset.
 
-- `prompt` and `answer` are templates over columns, such as `{question}`. If `prompt` is a single
-  column, its values may be lists of chat messages. `answer_pattern` cuts the answer out of a text.
+- `prompt` and `answer` are templates over columns, such as `{question}`. A `prompt` of one column
+  may hold lists of chat messages. `answer_pattern` cuts the answer out of a text.
 - `held_out` divides the rows into a training and a held-out side. `split` chooses the side.
 """
 
@@ -43,8 +43,8 @@ COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
 TRIED = 16  # rows that test a user's reward function
-LONG_ANSWER = 4  # minimum words of an answer that may contain a derivation
-KEPT = 8192  # cached problems, more than rollouts in flight
+LONG_ANSWER = 4  # minimum words of an answer with a derivation
+KEPT = 8192  # cached problems, above the rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -94,7 +94,7 @@ class ProblemFile(Record):
 
 
 class Fraction(Record):
-    """Hold out rows by the hash of the filled prompt, so equal prompts are on the same side."""
+    """Hold out rows by the filled prompt's hash, so equal prompts are on one side."""
 
     kind: Literal["fraction"]
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -242,7 +242,7 @@ class Dataset(SingleTurn):
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         request = self._request(self._place(problem.index), problem.answer)
-        # A user's function may not be deterministic, so its scores are not cached.
+        # A user's function may be random, so its scores are not cached.
         is_users = self.args.verdict.kind == "python"
         score = SCORERS.score if is_users else SCORERS.score_once
         return scored(await score("verdict", request, messages[-1].content))
@@ -252,7 +252,7 @@ class Dataset(SingleTurn):
         if self.args.verdict.kind == "python":
             # Scorer processes run in another working directory.
             verdict["path"] = str(Path(self.args.verdict.path).absolute())
-            # Scorers read JSON. Other values, such as timestamps, become text.
+            # Scorers read JSON, so other values, such as timestamps, become text.
             row = json.loads(json.dumps(self._row(at), default=str))
         return {"verdict": verdict, "answer": answer, "row": row}
 
@@ -263,8 +263,8 @@ class Dataset(SingleTurn):
     def check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
         """Check and count the rows of `split`.
 
-        Raise OrreryError for an unusable row, a prompt on both sides, or a prompt of more than
-        `max_tokens`, counted by `tokens`.
+        Raise OrreryError for an unusable row, a prompt on both sides, or more than `max_tokens` in
+        a prompt, counted by `tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
@@ -375,7 +375,7 @@ class Dataset(SingleTurn):
 
     @cached_property
     def digests(self) -> np.ndarray:
-        """Return [rows of `split`, 2] of uint64: the digests of each row and of its prompt."""
+        """Return uint64 digests [rows of `split`, 2], of each row and of its prompt."""
         found = np.empty((len(self._kept), 2), dtype=np.uint64)
         for i, row in enumerate(map(self._row, self._kept.tolist())):
             prompt = filled(self.args.prompt, row)
@@ -383,7 +383,7 @@ class Dataset(SingleTurn):
         return found
 
     def check_against(self, trained: Mapping[str, np.ndarray]) -> None:
-        """Raise OrreryError if a row or prompt is in `trained`, the digests of other tasks."""
+        """Raise OrreryError if a row or prompt is in `trained`, other tasks' digests."""
         own = self.digests
         for path, digests in trained.items():
             if both := self._kept[np.isin(own, digests).any(axis=1)].tolist():
@@ -414,7 +414,7 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-# Rows are checked in a fork, because SIGALRM ends a fork even in C code.
+# Rows are checked in a fork, which SIGALRM ends even in C code.
 
 ROW_S = 10.0
 
@@ -428,10 +428,10 @@ class RowFailed(Exception):
 def watched(
     check: Callable[[int], Any], rows: Sequence[int], limit_s: float = ROW_S
 ) -> dict[int, Any]:
-    """Call `check` on each row, in one forked process. Return {row: result} without None results.
+    """Call `check` on each row in one fork. Return {row: result} without None results.
 
     Results must be JSON values other than strings. Raise RowFailed if a check ends the fork or
-    takes more than `limit_s` seconds. Raise OrreryError if `check` does.
+    exceeds `limit_s`. Raise OrreryError if `check` does.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()

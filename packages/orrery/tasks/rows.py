@@ -1,8 +1,8 @@
 """Read rows of JSONL, JSON, CSV, Parquet and Arrow files.
 
-- Folders come from `Dataset.save_to_disk` or `orrery fetch`. Names of fetched files begin with the
+- Folders come from `Dataset.save_to_disk` or `orrery fetch`. Fetched files' names begin with the
   split (`main/train-00000-of-00001.parquet`).
-- JSONL and Arrow files are memory-mapped. Other files are read whole.
+- JSONL and Arrow files are memory-mapped, others read whole.
 """
 
 import csv
@@ -30,7 +30,7 @@ class DataRows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return row `index`.
 
-        Raise ValueError if the row is no object, is too deep, or has a lone surrogate.
+        Raise ValueError if it is no object, is too deep, or has a lone surrogate.
         """
 
     def place(self, index: int) -> str:
@@ -128,7 +128,7 @@ class JsonLines:
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # Read bytes, because text mode would split lines at \r too.
+            # Text mode would split lines at \r too.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():
@@ -198,8 +198,7 @@ class Joined:
 class Tables:
     """Rows of Parquet or Arrow files, without null fields.
 
-    With `needed`, each file must have that column, and rows have only the columns `needed` and
-    `also`.
+    If `needed` is given, files must have that column, and rows have only `needed` and `also`.
     """
 
     def __init__(
@@ -279,7 +278,7 @@ def _check(value: Any, max_depth: int) -> None:
 
 
 def _present(value: Any) -> Any:
-    """Remove null fields at any depth. Arrow fills missing fields with null."""
+    """Remove null fields at any depth. Arrow adds them for missing fields."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value

@@ -5,8 +5,8 @@
   score is null if the scorer fails, a message if the request is invalid. The note is null or the
   exception of a user's reward function.
 - Scorers that may execute the answer run in a fork without secrets, capabilities or writable files.
-- All processes need the same PYTHONHASHSEED: some reasoning-gym families order words by hash.
-- A failed process is replaced. Scoring its answer raises OrreryError, never gives 0.
+- All processes need one PYTHONHASHSEED, because some reasoning-gym families order words by hash.
+- A failed process is replaced. Its answer raises OrreryError and never scores 0.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from orrery.tasks.task import JudgeBroken
 
 log = logging.getLogger(__name__)
 
-KINDS = {  # kind -> module:function that makes a scorer
+KINDS = {  # module:function that makes a scorer
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
@@ -47,14 +47,14 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256
 NOTE = b"note "
-KEPT_SCORERS = 64  # cached, as answers to one problem arrive together
+KEPT_SCORERS = 64  # answers to one problem arrive together
 MAX_SENTENCE = 500
 NUM_SCORERS = 8
 START_S = 120.0  # imports are slow
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE
 HASH_SEED = "0"
 SLACK_S = 5.0  # time to reply after `limit_s`
-CANARY_EVERY = 500  # answers between two checks with known answers
+CANARY_EVERY = 500  # answers between checks with known answers
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
 EXACT = {"kind": "exact", "ignore_case": False, "pattern": None}
@@ -80,7 +80,7 @@ class ScorerPool:
                 del self._scores[next(iter(self._scores))]
         if scoring.done():
             return scoring.result()
-        # Equal calls share one task, so cancelling one call must not cancel the task.
+        # Equal calls share a task, so cancelling a call must not cancel it.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -88,9 +88,9 @@ class ScorerPool:
             self._scores.pop(key, None)
 
     async def score(self, kind: str, request: Any, text: str) -> float | None:
-        """Return the finite score of `text`, or None if it cannot be scored.
+        """Return the finite score of `text`, or None if the scorer fails.
 
-        Raise OrreryError if the scorer process fails or refuses the request.
+        Raise OrreryError if the process fails or refuses the request.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a semaphore belongs to one event loop
@@ -103,12 +103,11 @@ class ScorerPool:
             except (OSError, EOFError, ValueError, TypeError) as error:
                 scorer.end()
                 is_late = isinstance(error, TimeoutError)
-                how = "stood still" if is_late else "ended, or gave an invalid score,"
+                how = "timed out" if is_late else "ended, or gave an invalid score"
                 raise OrreryError(
-                    f"the process that scores answers {how} while it scored an answer. "
-                    "The next answer gets a new process"
+                    f"the process that scores answers {how}. The next answer gets a new process"
                 ) from error
-            except BaseException:  # the next request must not receive this answer's score
+            except BaseException:  # or the next request would receive this answer's score
                 scorer.end()
                 raise
             self._idle[kind].append(scorer)
@@ -122,7 +121,7 @@ class ScorerPool:
             return await scorer.score(request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """If due, score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
+        """If due, score a right and a wrong answer. Raise JudgeBroken for a wrong score."""
         if scorer.num_until_canary == 0:
             request, right, wrong = _canary(scorer.kind)
             for text, known in ((right, 1.0), (wrong, 0.0)):
@@ -131,8 +130,8 @@ class ScorerPool:
                     raise JudgeBroken(
                         f"the process that scores answers of kind {scorer.kind} gave {score} to a "
                         f"known answer that is worth {known:g}. Rewards since the last such check "
-                        "may be wrong. Install the packages that the lock names, then run again "
-                        "from a checkpoint before that check"
+                        "may be wrong. Install the lock's packages, then resume from a checkpoint "
+                        "before that check"
                     )
             scorer.num_until_canary = CANARY_EVERY
         scorer.num_until_canary -= 1
@@ -167,7 +166,7 @@ def _canary(kind: str) -> tuple[Any, str, str]:
     """Return a request, a right and a wrong answer."""
     if kind == "verdict":
         return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
-    import reasoning_gym  # slow, and only its families need it
+    import reasoning_gym  # slow, and needed by its families only
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
     return [CANARY, {}, 0, item["question"]], item["answer"], "[]"
@@ -216,7 +215,7 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # Freeing the process's memory may take half a second, so a thread waits.
+        # A thread waits, because freeing memory may take half a second.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
@@ -225,7 +224,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
-    # Each numpy thread takes some of the limited address space.
+    # numpy's threads take limited address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -237,7 +236,7 @@ SCORERS = ScorerPool()
 
 def main() -> None:
     die_with_parent()
-    # Ignore Slurm's signals to the process group, because answers must still get scores.
+    # Ignore Slurm's signals to the process group, to score pending answers.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -245,7 +244,7 @@ def main() -> None:
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     module, _, function = KINDS[kind := sys.argv[1]].partition(":")
-    make = getattr(import_module(module), function)  # after stdout is closed, as imports may print
+    make = getattr(import_module(module), function)  # imports may print, so stdout is closed before
     _warm_up()
     signal.signal(signal.SIGALRM, _raise_timeout)
     folder = tempfile.mkdtemp()
@@ -309,7 +308,6 @@ def _score(
 
 
 def _score_here(scorer: Callable[[str], float], text: str, limit_s: float) -> float | None:
-    """Return the score, or None if the scorer fails or exceeds `limit_s`."""
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         score = scorer(text)

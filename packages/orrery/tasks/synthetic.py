@@ -28,7 +28,7 @@ WORDS = (
     "summer", "sun", "table", "teacher", "train", "tree", "village", "wall", "water", "wind",
     "window", "winter", "wood",
 )  # fmt: skip
-COMPARED = 512  # maximum characters in `lcs_ratio`, whose time is their product
+COMPARED = 512  # maximum characters in `lcs_ratio`, for its quadratic time
 INPUT = {"type": "string", "description": "the expression, such as 12*(3+4)"}
 TOOL = Tool(
     "calculator",
@@ -131,8 +131,8 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    Each problem draws a log-normal length for all its answers. The reward is a hash of the answer,
-    so rewards differ within a group.
+    A problem's answers share a log-normal length. The reward is a hash of the answer, so rewards
+    differ within a group.
     """
 
     class Args(Record):

@@ -1,9 +1,9 @@
 """Define the task protocol, and split problems into a training and a held-out side.
 
-- A problem is a pure function of (args, seed, index). All its values are JSON.
+- A problem is a pure function of (args, seed, index), with JSON values.
 - An exception in `reply` or `judge` fails the rollout. A judge must accept any text.
 - `reply` and `judge` run on the orchestrator's event loop. Await another process
-  (`scorer_pool.py`) for slow work and for code that a model wrote.
+  (`scorer_pool.py`) for slow work and a model's code.
 """
 
 import difflib
@@ -25,7 +25,7 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call. Arguments in plain text, not JSON, become `{"input": text}`."""
+    """A tool call. Plain-text arguments become `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
@@ -47,7 +47,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens`: length of every assistant turn, or None for turns that end at a stop token.
+    `exact_tokens`: length of each assistant turn, or None for turns that end at a stop token.
     """
 
     index: int
@@ -63,14 +63,14 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards, so the run must end."""
+    """Rewards are wrong, so the run must end."""
 
 
 @runtime_checkable
 class Task(Protocol):
     """A task, built as `Kind(args, seed)`. The Pydantic model `Args` has no defaults.
 
-    An optional `demonstration(index) -> list[Message]` returns a chat with reward 1.0, for SFT.
+    An optional `demonstration(index) -> list[Message]` returns a chat of reward 1.0 for SFT.
     """
 
     Args: type[Record]
@@ -106,7 +106,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's split, chosen by its hash. `held_out`: fraction of held-out texts."""
+    """Return a text's split, by its hash. `held_out`: fraction of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 

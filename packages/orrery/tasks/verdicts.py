@@ -1,4 +1,4 @@
-"""Define verdicts, the ways to judge a reply of the task `dataset`."""
+"""Define verdicts: ways to judge replies of the task `dataset`."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ PACKAGE = str(Path(__file__).parent)
 PLACEHOLDER = "{answer}"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
-# In "the answer is a bit" and "my answer: I think" the letter is a word.
+# In "the answer is a bit" or "my answer: I think", the letter is a word.
 WORD = r"[aiI][ \t]++(?!(?:because|since|as|is|and|or)\b)[*_\"“$`]*+\w"
 SAID = re.compile(
     r"(?i:answer|choice|option)\b[\s*]*+(?:(?i:is)\b[\s*]*+)?(?:[:=–—-][\s*]*+)?"
@@ -40,9 +40,9 @@ class Math(Record):
 
 
 class Exact(Record):
-    """The reply equals the answer. With `pattern`, group 1 of its last match equals the answer.
+    """The reply, or group 1 of the last match of `pattern`, equals the answer.
 
-    The comparison ignores Unicode form (NFKC), amounts of whitespace and final full stops.
+    Unicode form (NFKC), amounts of whitespace and final full stops are ignored.
     """
 
     kind: Literal["exact"]
@@ -57,7 +57,7 @@ class Exact(Record):
 
 
 class Pattern(Record):
-    """The reply contains `pattern`, with the escaped answer in place of `{answer}`."""
+    """The reply contains `pattern`, with the escaped answer for `{answer}`."""
 
     kind: Literal["pattern"]
     pattern: str
@@ -71,7 +71,7 @@ class Pattern(Record):
 
 
 class Choice(Record):
-    """The reply chooses the answer's letter, among the first `num_choices` letters."""
+    """The reply chooses the answer's letter among the first `num_choices` letters."""
 
     kind: Literal["choice"]
     num_choices: Annotated[int, Field(ge=2, le=26)]

@@ -1,1 +1,4 @@
-"""Plan a run's memory and time from its manifest, without torch."""
+"""Plan a run's memory and time from its manifest, without torch.
+
+Plans raise OrreryError for family `hugging_face`, whose weights are unknown.
+"""

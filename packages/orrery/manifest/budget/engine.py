@@ -1,7 +1,7 @@
-"""Plan the memory and speed of one vLLM engine.
+"""Plan the memory and speed of a vLLM engine.
 
 A decode step takes the maximum of memory time and compute time (roofline, arXiv 2402.16363,
-section 3), plus collectives and host work. Prefill takes only compute time.
+section 3), plus collectives and host work. Prefill takes compute time and collectives.
 
 GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
 `benchmarks/async/memory_h100.json`.
@@ -23,22 +23,22 @@ from orrery.manifest.schema.inference import indexer_token_bytes, token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
 MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
-CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
-NCCL_BYTES = 400 << 20  # NCCL buffers of a process
-LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
-GRAPH_COPIES = 5  # ratio: bytes of all CUDA graphs / bytes of their hidden states
-SEQUENCE_S = 19e-6  # host seconds per sampled token: scheduling, log-probs, response
-LAYER_S = 36e-6  # seconds of short kernels and gaps, per layer of a decode step
-PRODUCTS_SHARE = 0.7  # share of the matrix product rate that prefill reaches
+CONTEXT_BYTES = 700 << 20  # CUDA context and libraries
+NCCL_BYTES = 400 << 20  # NCCL's buffers
+LOGIT_COPIES = 4  # float32 copies of a step's logits
+GRAPH_COPIES = 5  # bytes of CUDA graphs / bytes of their hidden states
+SEQUENCE_S = 19e-6  # host time per sampled token: scheduling, log-probs, response
+LAYER_S = 36e-6  # short kernels and gaps, per layer of a decode step
+PRODUCTS_SHARE = 0.7  # share of the product rate that prefill reaches
 
 Bytes = dict[str, int]
 
 
 def graph_sizes(inference: Inference) -> list[int]:
-    """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
+    """Return the token counts of vLLM's CUDA graphs. Steps are padded to them.
 
-    Orrery raises vLLM's limit of 512 tokens, because steps with prefill exceed it. With data
-    parallelism the limit stays, because all ranks pad to the largest step.
+    Orrery raises vLLM's limit of 512 for steps with prefill. With data parallelism the limit stays,
+    because all ranks pad to the largest step.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
@@ -123,7 +123,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 
 def memory_of(manifest: Manifest, shape: Inference) -> Bytes:
-    """Return the bytes of a device by use, for an engine with the fields of `shape`."""
+    """Return a device's bytes by use, for an engine of `shape`."""
     is_gpu = manifest.hardware.accelerator != "cpu"
     return memory(manifest.model, shape, is_gpu, manifest.transport.weights == "adapters")
 
@@ -170,7 +170,7 @@ def decode_s(
 
 
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
-    """Return the cache bytes that a decode step reads for a sequence of `context` tokens."""
+    """Return the cache bytes that a step reads for a sequence of `context` tokens."""
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)
@@ -181,9 +181,9 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 def prefill_s(
     model: Model, inference: Inference, prompt: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds to prefill `prompt` tokens. `network`: as in `decode_s`."""
+    """Return the seconds to prefill `prompt` tokens."""
     core = attention_forward(model, [int(prompt)]) / rates.attention_flops
-    # Each tensor-parallel rank computes all indexer scores, in FP8 at the rate of bfloat16.
+    # Each tensor-parallel rank computes all scores, in FP8 at bfloat16's rate.
     scores = indexers(model, [int(prompt)]) / rates.dense_flops
     dense = rates.dense_flops if inference.quantization == "none" else rates.fp8_flops
     products = 2 * prompt * active_parameters(model).total / (PRODUCTS_SHARE * dense)

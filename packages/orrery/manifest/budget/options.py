@@ -1,11 +1,10 @@
 """Find roles that exceed device memory, and options that make them fit.
 
-Options are tried by tier: 0 costs little speed, 1 moves all trainer state to host memory, 2 adds
+Tiers of options: 0 costs little speed, 1 moves all trainer state to host memory, 2 adds
 devices.
 
-`memory_misfits` reports roles that certainly do not fit. It lowers the trainer's planned peak by
-`LARGEST_ERROR`, and counts only an engine's weights, cache and CUDA context. `memory_doubts`
-reports roles that fit by these estimates, but not by the full plan.
+`memory_misfits` lowers the trainer's planned peak by `LARGEST_ERROR`, and counts only an engine's
+weights, cache and CUDA context. `memory_doubts` uses the full plan.
 """
 
 import json
@@ -101,7 +100,7 @@ def choose_options(
     host_bytes: int = sys.maxsize,
     max_tier: int = 2,
 ) -> ChosenOptions:
-    """Return the cheapest options that free `needed_bytes`, or else those that free most.
+    """Return the cheapest options that free `needed_bytes`, or that free most.
 
     `host_bytes`: a rank's free host memory.
     """
@@ -282,7 +281,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return two sets of modules to recompute: only modules without matrix products, and all."""
+    """Return two sets to recompute: modules without matrix products, and all modules."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]
@@ -353,8 +352,8 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
     return text + values
 
 
-FRAGMENTATION = 0.065  # bytes lost in the allocator / allocated bytes: median in benchmarks/trainer
-LARGEST_ERROR = 0.1  # bounds the errors of peaks in benchmarks/trainer/planned.json
+FRAGMENTATION = 0.065  # the allocator's lost / allocated bytes, median in benchmarks/trainer
+LARGEST_ERROR = 0.1  # bounds the errors in benchmarks/trainer/planned.json
 GIB = 2**30
 
 
@@ -409,8 +408,8 @@ def _trainer_sentence(found: "_TrainerMisfit", capacity: int, needs: str, doubt:
 def fitting_fields(run: Manifest) -> dict[str, Any]:
     """Return new values by manifest field that make the engines fit into device memory.
 
-    If the engines already fit, return values that make the trainer fit without more devices. Return
-    {} if the run fits or no change suffices.
+    If they fit already, fit the trainer, without more devices. Return {} if the run fits or no
+    change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -438,7 +437,7 @@ def _trainer_misfit(
 ) -> _TrainerMisfit | None:
     """Return the first stage whose trainer exceeds device memory, or None.
 
-    `is_certain`: ignore an excess that `LARGEST_ERROR` can explain.
+    `is_certain`: ignore an excess within `LARGEST_ERROR`.
     """
     engine_bytes = _least_engine_bytes(run) if is_certain else _engine_bytes(run, run.inference)
     stages = ["rl"] if run.stages.sft is None else ["sft", "rl"]
@@ -473,7 +472,7 @@ def _engine_bytes(run: Manifest, inference: Inference) -> int:
 
 
 def unplanned_bytes(run: Manifest, plan: MemoryPlan) -> dict[str, int]:
-    """Return the device bytes of a trainer rank that `plan` does not count, by kind."""
+    """Return a trainer rank's device bytes outside `plan`, by kind."""
     found, mesh = {}, run.trainer.mesh
     if run.hardware.accelerator != "cpu":
         found["fragmentation"] = int(FRAGMENTATION * plan.peak_bytes)

@@ -5,7 +5,7 @@
 arXiv 2204.02311, app. B). Sparse attention adds 6 · L · H · (2C + R) per query and chosen key, with
 latent width C and rotary width R of keys.
 
-`hardware_flops` adds recomputed work. Adapters are not counted.
+Adapters are not counted.
 """
 
 import math
@@ -24,8 +24,8 @@ class BlockWeight:
     """A weight of a transformer block.
 
     `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
-    `num_matrices`: matrices stacked along the rows, such as 2 for gate and up.
-    `has_fp8`: whether products with it may run in FP8.
+    `num_matrices`: matrices stacked along rows, such as 2 for gate and up.
+    `has_fp8`: products may run in FP8.
     """
 
     part: Part
@@ -56,7 +56,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the number of parameters that a rank gathers, with 1/ep of the experts."""
+        """Return the parameters that a rank gathers, with 1/ep of the experts."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -92,7 +92,7 @@ class ParameterCounts:
 
 
 def keys_per_query(model: Model, cp: int) -> float:
-    """Return the ratio of keys to queries in a rank's latent attention.
+    """Return a rank's ratio of keys to queries in latent attention.
 
     A rank has the queries of pieces i and 2·cp + 1 − i of a document's 2·cp. With indexers, it
     gathers all keys. Without, piece i needs the keys of pieces 1 to i, so both need 2·cp + 1.
@@ -107,7 +107,6 @@ def is_sparse(model: Model, layer: int) -> bool:
 
 
 def block_weights(model: Model, layer: int) -> Iterator[BlockWeight]:
-    """Raise OrreryError for family `hugging_face`."""
     if model.family == "hugging_face":
         raise OrreryError(
             "model.family 'hugging_face': the manifest does not say what its weights are"
@@ -166,10 +165,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Raise OrreryError for family `hugging_face`.
-
-    Indexers count as frozen. With `adapters`, only adapters are trained.
-    """
+    """Count indexers as frozen. With `adapters`, only adapters are trained."""
     kinds: dict[tuple[bool, str], tuple[UnitParameters, int]] = {}
     layers: list[UnitParameters] = []
     largest = 0
@@ -180,7 +176,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
         if kind not in kinds:
             kinds[kind] = _count_block(list(block_weights(model, layer)), adapters)
         unit, most = kinds[kind]
-        layers.append(replace(unit))  # a copy, because `trainer_memory` compares units by identity
+        layers.append(replace(unit))  # `trainer_memory` compares units by identity
         largest = max(largest, most)
     embedding, norm = model.vocab_size * model.hidden_size, model.hidden_size
 
@@ -220,8 +216,8 @@ def _count_block(weights: list[BlockWeight], adapters: Lora | None) -> tuple[Uni
 
 @dataclass(frozen=True)
 class Flops:
-    projections: float  # products of attention, dense feed-forwards, routers, shared experts
-    experts: float  # grouped products of routed experts
+    projections: float  # attention, dense feed-forwards, routers, shared experts
+    experts: float  # routed experts
     attention: float  # scores, and products of scores with values
     lm_head: float
 
@@ -235,7 +231,7 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return the number of parameters that multiply each token, by field of `Flops`.
+    """Return the parameters that multiply each token, by field of `Flops`.
 
     Raise OrreryError unless `is_counted(model)`.
     """
@@ -257,7 +253,7 @@ def active_parameters(model: Model) -> Flops:
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
     """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
 
-    `frozen`: whether weights are frozen (LoRA).
+    `frozen`: weights are frozen (LoRA).
     """
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
@@ -344,6 +340,6 @@ def indexers(model: Model, lengths: Sequence[int]) -> float:
 
 
 def attended_keys(length: int, most: int) -> float:
-    """Count the (query, key) pairs of causal attention with at most `most` keys per query."""
+    """Count (query, key) pairs of causal attention with at most `most` keys per query."""
     most = min(length, most)
     return most * most / 2 + (length - most) * most

@@ -1,12 +1,12 @@
 """Plan each role's memory, the time of a step, and the bytes between roles.
 
-Memory is planned for rollouts of maximum length, and time for rollouts of mean length.
+Memory is planned for rollouts of maximum length, time for rollouts of mean length.
 
 Trainer and engines overlap, so the slower role sets the step's time. On shared devices they take
 turns.
 
 Staleness follows from Little's law: with N rollouts in flight and batches of B, a rollout lasts
-N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
+N / B steps. Its tokens are N / 2B steps old on average, plus half a step to fill the batch.
 """
 
 import math
@@ -34,11 +34,11 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 Bytes = dict[str, int]
 NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
-COLUMN_BYTES = 17  # per token of a batch: id, mask, log-prob, version, advantage
-UPDATE_BYTES = 100e9  # maximum bytes/s of an 'nccl' or 'nixl' weight update
+COLUMN_BYTES = 17  # per token: id, mask, log-prob, version, advantage
+UPDATE_BYTES = 100e9  # maximum bytes/s of 'nccl' and 'nixl' weight updates
 UPDATE_S = 0.05  # time to pause and resume engines
 FILE_BYTES = 1e9  # file bytes/s of a node
-KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
+KINDS = {  # trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
     "optimizer": ("optimizer state",),
@@ -49,7 +49,7 @@ KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
 
 @dataclass(frozen=True)
 class RoleBudget:
-    """A role's bytes: device `memory` by use, and host memory and scratch disk per node."""
+    """A role's bytes: device `memory` by use, host memory and scratch disk per node."""
 
     role: str
     num_devices: int
@@ -75,7 +75,7 @@ class RunBudget:
     step_s: float
     slower: str
     num_steps: int
-    longest_step_s: float  # `step_s` for rollouts of maximum length
+    longest_step_s: float  # for rollouts of maximum length
     staleness: float
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
@@ -94,10 +94,7 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """Raise OrreryError for family `hugging_face`.
-
-    `tokens`: mean tokens of a rollout. `network`: bytes/s of a device between nodes.
-    """
+    """Plan a run. `tokens`: mean of a rollout. `network`: a device's bytes/s between nodes."""
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
     return RunBudget(
@@ -214,7 +211,7 @@ class RunPlan:
 
     @cached_property
     def engines(self) -> dict[str, float]:
-        """Return the engines' speeds. "step_s": seconds to generate a batch."""
+        """Return the engines' speeds. "step_s": time to generate a batch."""
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
         decoding = inference.num_replicas - prefills
@@ -242,7 +239,7 @@ class RunPlan:
         }
 
     def pace(self) -> tuple[float, str, float]:
-        """Return (seconds of a step, slower role, mean staleness of tokens in steps).
+        """Return (seconds of a step, slower role, mean staleness in steps).
 
         If the trainer is slower, each of `max_batches_ahead` batches adds a step of staleness.
         """
@@ -305,9 +302,9 @@ class RunPlan:
         }
 
     def checkpoint(self) -> dict[str, float]:
-        """Return bytes and seconds of a save. Training waits for "waits_s", but not "writes_s".
+        """Return bytes and seconds of a save. Training waits only for "waits_s".
 
-        "disk_bytes": the most that an RL stage's checkpoints take, one of them being written.
+        "disk_bytes": most bytes on disk in an RL stage, with one checkpoint being written.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -355,7 +352,7 @@ class RunPlan:
         )
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes that a rank gathers for the largest block, without and with `ep`."""
+        """Return a rank's gathered bytes for the largest block, without and with `ep`."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep
@@ -364,9 +361,9 @@ class RunPlan:
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
 
     def other_ep(self) -> dict[str, Bytes]:
-        """Return how the trainer's peak memory changes with another `ep`.
+        """Return the change of the trainer's peak memory with another `ep`.
 
-        The other `ep` is 1 or, if `ep` is 1, the largest of 8, 4 and 2 that divides dp_shard · cp.
+        That is 1 or, if `ep` is 1, the largest of 8, 4 and 2 that divides dp_shard · cp.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

@@ -1,6 +1,6 @@
-"""Format the plan of a run's RL stage, and find the fastest layouts that fit into memory.
+"""Format an RL stage's plan, and find the fastest layouts that fit into memory.
 
-The search keeps model, optimizer, precisions, and numbers of devices and rollouts.
+Layouts keep model, optimizer, precisions, and numbers of devices and rollouts.
 """
 
 import textwrap
@@ -21,7 +21,7 @@ from orrery.manifest.plan import check_built
 from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
-ROOM = 0.97  # share of usable memory that a layout may fill
+ROOM = 0.97  # share of usable memory for a layout
 SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try, cumulatively
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
@@ -30,7 +30,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try, cumulatively
     {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # micro-batch sizes to try, relative to the manifest's
+SIZES = (0.5, 1, 2)  # relative micro-batch sizes to try
 EVERY = (1, 2)  # `activation_checkpointing_every` to try with kind "full"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -41,7 +41,7 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A proposed layout of the trainer or of the engines.
 
-    `seconds`: time to train or generate a batch. `device_bytes`: planned memory per device.
+    `seconds`: to train or generate a batch. `device_bytes`: planned memory.
     """
 
     seconds: float
@@ -53,10 +53,7 @@ class Proposal:
 def trainer_layouts(
     run: Manifest, tokens: float | None, network: float | None = None
 ) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, one per mesh and kind of checkpointing.
-
-    `tokens`, `network`: as in `plan_run`.
-    """
+    """Return the fastest trainer layouts that fit, one per mesh and kind of checkpointing."""
     room, now = _room(run), RunPlan(run, tokens, network)
     if run.hardware.shared_devices:
         room -= max(role.total_bytes for role in now.roles()[1:])

@@ -1,6 +1,6 @@
 """Plan the bytes that torch allocates on a trainer rank at each moment of a step.
 
-Torch's allocator reserves more than planned.
+Torch's allocator reserves more.
 
 Bytes of a value: c in computation, p of a stored weight, r in reductions.
 h: query heads × head size. g: key heads × head size.
@@ -34,13 +34,13 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# Sizes of the optimizer's buckets, in bytes of optimizer state.
+# optimizer buckets, in bytes of optimizer state
 OFFLOADED_BYTES = 128 << 20  # with offload, to reach PCIe's rate
-WHOLE_BYTES = 256 << 20  # Muon's, offloaded or not, so that results are equal
-NUM_SLOTS = 3  # buckets on the device at a time
+WHOLE_BYTES = 256 << 20  # Muon's, also without offload, for equal results
+NUM_SLOTS = 3  # buckets on the device
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of these values
-FREE_SHARE = 0.9  # share of free memory for offloaded optimizer state, as plans have errors
+FREE_SHARE = 0.9  # share of free memory for offloaded state, as plans have errors
 
 Bytes = dict[str, int]
 
@@ -49,7 +49,7 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: held until the backward pass. `backward`: maximum that the backward pass adds.
+    `kept`: held until the backward pass. `backward`: maximum that it adds.
     """
 
     kept: int
@@ -60,11 +60,11 @@ class ActivationBytes:
 class _Results:
     """Bytes per token of a block's forward tensors.
 
-    - `named`: tensors that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: more tensors under these names, unused by the backward pass.
+    - `named`: tensors that selective checkpointing can keep, by name in `keep`.
+    - `unread`: more tensors of these names, unused by the backward pass.
     - `rest`: unnamed tensors.
     - `for_attention`: recomputed tensors that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: bytes of each recomputed module in that half of the block.
+    - `of_attention`, `of_feed_forward`: each recomputed module in that half of the block.
     """
 
     named: dict[str, int]
@@ -171,8 +171,8 @@ def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
     - `output` includes float32 log-sum-exps.
-    - `inputs` include one of two sets, the larger: dense attention's padded queries, keys and
-      values, or sparse attention's latent queries and key indices.
+    - `inputs` include the larger of dense attention's padded queries, keys and values, and sparse
+      attention's latent queries and key indices.
     - `recomputed`: inputs that recomputation of "attention_projections" frees.
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
@@ -230,7 +230,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: queries of a rank. The float32 backend stores no pairs.
+    `tokens`: a rank's queries. The float32 backend stores no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -242,9 +242,9 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a context-parallel group in a step.
+    """A context-parallel group's work in a step.
 
-    `tokens`: size of a micro-batch. `document_tokens`: length of the longest document.
+    `tokens`: size of a micro-batch. `document_tokens`: of the longest document.
     `merged_width`: bytes per value of merged weights that LoRA runs send by NCCL or NIXL.
     """
 
@@ -257,7 +257,7 @@ class Workload:
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
     """Return the trainer with the optimizer of `stage` ("sft" or "rl"), and the workload.
 
-    The workload assumes samples of maximum length.
+    Samples have maximum length.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
@@ -299,10 +299,7 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Raise OrreryError for family `hugging_face`.
-
-    `device_bytes`: memory of a device, for the LM head's "auto" chunks.
-    """
+    """Plan a rank's memory. `device_bytes`: for the LM head's "auto" chunks."""
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())
@@ -469,7 +466,7 @@ class _StepPlan:
     def host_bytes(self) -> int:
         """Return a rank's host bytes.
 
-        Activations count twice, because their buffers round up to powers of 2.
+        Activations count twice: their buffers round up to powers of 2.
         """
         total = 0
         if self.trainer.memory.activation_offload:
@@ -515,7 +512,7 @@ class _StepPlan:
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
-        """Return the bytes of logits: 4 each, and 2 more in the current tile of the vocabulary.
+        """Return the bytes of logits: 4 each, and 2 more in the vocabulary's current tile.
 
         Without `lm_head_keeps_logits`, only this tile is in memory.
         """
@@ -533,9 +530,8 @@ class _StepPlan:
 class StateRooms:
     """Bytes of offloaded optimizer state that fit below the planned peak, by block.
 
-    `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during the LM
-    head in that micro-batch. `arriving`: from the block's backward pass in the last micro-batch to
-    the step's end.
+    `forward`, `backward`, `head`: during passes of the block or the LM head in the first
+    micro-batch. `arriving`: from the block's last backward pass to the step's end.
     """
 
     forward: tuple[int, ...]
@@ -551,7 +547,6 @@ def state_rooms(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> StateRooms:
-    """Raise OrreryError for family `hugging_face`."""
     tokens = trainer.memory.max_tokens_per_micro_batch
 
     def planned(count: int) -> MemoryPlan:
@@ -570,10 +565,10 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # The plan `first` omits unsharded gradients that wait for later micro-batches.
+    # `first` omits unsharded gradients that wait for later micro-batches.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # maximum memory in use from each moment on
+    # maximum use from each moment on
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

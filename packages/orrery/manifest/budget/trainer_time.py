@@ -1,7 +1,8 @@
 """Estimate the seconds of a trainer's step, and the bytes of its collectives.
 
-FSDP's collectives overlap with computation. Context and expert parallel exchanges do not.
-Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the errors.
+FSDP's collectives overlap with computation, context and expert parallel exchanges do not. Exposed
+time is not hidden by computation. Constants are fitted to profiled steps.
+`benchmarks/trainer/planned.py` prints the errors.
 """
 
 from collections.abc import Sequence
@@ -23,19 +24,19 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
 LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
-IDLE_SHARE = 0.015  # share of a step in which the device idles
-EAGER = 2.5  # bytes that elementwise operations move: eager / compiled
-FORWARD_SHARE = 0.3  # share of the forward pass in a step's computation
-BOTH_WAYS = 0.75  # share of the host link's rate in each direction if both are busy
+IDLE_SHARE = 0.015  # idle share of a step
+EAGER = 2.5  # bytes of elementwise operations: eager / compiled
+FORWARD_SHARE = 0.3  # the forward pass's share of computation
+BOTH_WAYS = 0.75  # share of the host link's rate per direction if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
-MUON_SHARE = 0.7  # share of the dense rate that products of Newton-Schulz steps reach
+MUON_SHARE = 0.7  # share of the dense rate that Newton-Schulz products reach
 # Shares from benchmarks/trainer/context_rank.json and glm5_rank.json
 SPARSE_SHARE = 0.47  # share of the dense rate that sparse attention's passes reach together
 INDEXER_SHARE = 0.68  # share of the dense rate that an indexer's scores and choice reach
 FP8_EXPERTS_SHARE = 0.6  # share of the FP8 rate that experts reach, quantization included
-EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for the counts of tokens
-HOST_GRADIENTS = 2.7e9  # bytes/s of gradients that `fsdp.cpu_offload` copies to the host
-HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host
+EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for token counts
+HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
+HOST_OPTIMIZER = 32e9  # bytes/s of optimizer and gradient sums on the host
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Links:
 
 
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
-    """Return the rates of collectives. `network`: bytes/s of a device between nodes."""
+    """Return the rates of collectives. `network`: a device's bytes/s between nodes."""
 
     def of(ranks: int) -> float:
         return rates.link_bytes if ranks <= devices_per_node else network
@@ -79,8 +80,7 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
-    "communication" is only the part that computation does not hide. The sum excludes "communication
-    in all". Raise OrreryError for family `hugging_face`.
+    "communication" is exposed. The sum excludes "communication in all".
 
     `lengths`: tokens of each document of a context-parallel group.
     """
@@ -167,7 +167,7 @@ def _grouped_flops(model: Model, rates: Rates) -> float:
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
-    """Return the bytes that a rank's FSDP copies and casts move in a micro-batch."""
+    """Return the bytes that a rank's FSDP copies and casts in a micro-batch."""
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
     r, shards = DTYPE_BYTES[trainer.reduce_dtype], mesh.dp_shard * mesh.cp
@@ -181,7 +181,7 @@ def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
 def _offload_s(
     model: Model, trainer: Trainer, tokens: float, computing: float, rates: Rates
 ) -> float:
-    """Return the seconds of activation offload that computation does not hide."""
+    """Return the exposed seconds of activation offload."""
     if not trainer.memory.activation_offload:
         return 0.0
     blocks = range(model.num_layers - 1)
@@ -194,7 +194,7 @@ def _offload_s(
 def _cpu_offload_s(
     trainer: Trainer, counted: ParameterCounts, micro_batches: int, rates: Rates
 ) -> float:
-    """Return the seconds in which a rank's weights and gradients move between host and device."""
+    """Return the seconds of copies of weights and gradients from and to the host."""
     shards = trainer.mesh.dp_shard * trainer.mesh.cp
     gathers, reductions = _collectives(trainer, micro_batches)
     weights = DTYPE_BYTES[trainer.param_dtype] * counted.total / shards
@@ -212,7 +212,7 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return the seconds of communication: (in all, not hidden by computation)."""
+    """Return the seconds of communication: (in all, exposed)."""
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
     reduction = moved.reduction / link.shards + moved.reduction_experts / link.experts
@@ -234,10 +234,9 @@ def _communication(
 def _optimizer_s(
     model: Model, trainer: Trainer, trained: float, rates: Rates, link: Links
 ) -> tuple[float, float, float]:
-    """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
+    """Return (seconds of kernels, values in states, seconds of Muon's all-to-alls).
 
-    Constants from 24 to 60 are bytes moved per value. They include computing the gradient's norm
-    and scaling the gradient.
+    Constants from 24 to 60 are bytes moved per value, with the gradient's norm and scaling.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -265,7 +264,7 @@ def _optimizer_s(
 def _state_copies_s(
     num_bytes: float, room: int, micro_batch_s: float, has_more: bool, rates: Rates
 ) -> float:
-    """Return the seconds of copies of offloaded states that computation does not hide.
+    """Return the exposed seconds of copies of offloaded states.
 
     `room`: device bytes for states copied outside the optimizer step.
     """
@@ -294,7 +293,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
 
 
 def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
-    """Return the bytes that elementwise operations move per token and layer, in bfloat16."""
+    """Return the bytes of elementwise operations per token and layer, in bfloat16."""
     hidden = model.hidden_size
     parts = {"norms": 2 * 2 * hidden}
     parts["attention_projections"] = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
@@ -318,8 +317,7 @@ def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
 class Traffic:
     """Bytes that one rank sends.
 
-    - `gather`: an all-gather of all weights except experts.
-    - `reduction`: a reduce-scatter of all gradients except experts'.
+    - `gather`, `reduction`: of all weights or gradients, except experts'.
     - `cp`, `ep`, `replicas`: a step's exchanges along a mesh axis.
     """
 
@@ -343,7 +341,7 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     of_weights, of_experts = 1 - 1 / shards, 1 - mesh.ep / shards
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
-        # Expected number of ranks with a token's experts, if routing is uniform.
+        # expected ranks with a token's experts, for uniform routing
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
@@ -372,7 +370,7 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return {collective: {link: bytes}} of all ranks in a step.
 
-    "links" are inside nodes, "network" is between nodes.
+    "links" are inside nodes, "network" between them.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -422,11 +420,11 @@ def _num_moe_blocks(model: Model) -> int:
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the number of values that a rank sends per token to every other cp rank."""
+    """Return the values that a rank sends per token to each other cp rank."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
-    # Forward pass and recomputation send latent keys. The backward pass sends their gradients.
+    # Forward pass and recomputation send latent keys, the backward pass their gradients.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or not memory.recomputes_blocks else 3

@@ -37,7 +37,7 @@ SEGMENT_BYTES = 16 << 20  # minimum of a Mooncake segment, per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
 INDEXER_BLOCK_TOKENS = 64  # block size of vLLM's indexers
 CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
-MAX_CHOICE_TOKENS = 16384  # maximum context if engines send chosen keys: 2 KiB of bits per query
+MAX_CHOICE_TOKENS = 16384  # maximum context with chosen keys from engines: 2 KiB per query
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
@@ -447,7 +447,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
     """Check FP8 weights.
 
-    Experts must have no partial blocks, because weight updates do not fill vLLM's padding.
+    Experts need whole blocks, because weight updates do not fill vLLM's padding.
     """
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
@@ -496,7 +496,7 @@ def _fp8_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _fp8_inputs(model: Model, inference: Inference) -> Iterator[tuple[str, int, int]]:
-    """Yield (field, width, number of shards) for each input of a dense layer."""
+    """Yield (field, width, number of shards) per input of a dense layer."""
     yield "model.hidden_size", model.hidden_size, 1
     if model.family != "hugging_face":
         field, size = "head_dim", model.head_dim

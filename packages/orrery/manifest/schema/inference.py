@@ -19,7 +19,7 @@ INDEXER_SCALE_BLOCK = 128  # indexer-key values per scale, in vLLM
 
 
 class NoRouter(Record):
-    """The orchestrator sends requests directly to the only engine."""
+    """The orchestrator sends requests to the only engine."""
 
     kind: Literal["none"]
 
@@ -28,7 +28,7 @@ class VllmRouter(Record):
     """`vllm-router` spreads requests over the replicas.
 
     "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine.
-    "cache_aware" chooses engines by prompt prefix. Only "cache_aware" uses `balance_*`.
+    "cache_aware" chooses engines by prompt prefix, and alone uses `balance_*`.
     """
 
     kind: Literal["vllm_router"]
@@ -52,7 +52,7 @@ class NixlKvTransfer(Record):
 
 
 class MooncakeKvTransfer(Record):
-    """Mooncake's transfer engine sends caches from prefill to decode engines."""
+    """Mooncake sends caches from prefill to decode engines."""
 
     kind: Literal["mooncake"]
     protocol: Literal["tcp", "rdma"]
@@ -72,8 +72,7 @@ class NoKvOffload(Record):
 class TieredKvOffload(Record):
     """Evicted cache blocks move to host memory, then to the node's scratch disk.
 
-    Sizes are totals over a data-parallel rank's tensor-parallel devices. A restarted engine reuses
-    its files.
+    Sizes are per data-parallel rank. A restarted engine reuses its files.
     """
 
     kind: Literal["tiers"]
@@ -84,8 +83,8 @@ class TieredKvOffload(Record):
 class MooncakeKvOffload(Record):
     """Cache blocks move to a Mooncake Store that all engines of a stage share.
 
-    `segment_bytes`: host memory per engine, divided evenly among its devices. Each device also has
-    a buffer of at most 1 GB.
+    `segment_bytes`: host memory per engine, divided evenly among its devices. Each also has a
+    buffer of at most 1 GB.
     """
 
     kind: Literal["mooncake"]
@@ -101,10 +100,9 @@ KvOffload = Annotated[
 class EngineShape(Record):
     """Settings that may differ between prefill and decode engines.
 
-    - A replica has `data_parallel` · `tensor_parallel` devices, spread evenly over
-      `nodes_per_replica` nodes.
-    - `dual_batch_overlap`: exchange the tokens of half a batch while the other half computes.
-    - `environment`: environment variables. Orrery's values take precedence.
+    - A replica has `data_parallel` · `tensor_parallel` devices on `nodes_per_replica` nodes.
+    - `dual_batch_overlap`: exchange half a batch's tokens while the other half computes.
+    - `environment`: environment variables. Orrery's take precedence.
     """
 
     nodes_per_replica: Count
@@ -134,12 +132,10 @@ class Inference(EngineShape):
     """The engines: `num_replicas` vLLM servers.
 
     - The first `prefill_replicas` engines prefill, the others decode. If it is 0, all do both.
-    - `prefill`: settings of prefill engines. Null: like decode engines.
-    - `max_local_prefill_tokens`: a decode engine prefills a prompt itself if at most this many of
-      its tokens are not in the cache.
-    - `quantization` "fp8": quantize dense layers and experts to FP8.
-    - `max_restarts`: maximum restarts within a day, over all engines. The next failure ends the
-      stage.
+    - `prefill`: settings of prefill engines. Null: as decode engines.
+    - `max_local_prefill_tokens`: maximum uncached tokens of a prompt that a decode engine prefills.
+    - `quantization` "fp8": quantize dense layers and experts.
+    - `max_restarts`: restarts of all engines within a day. The next failure ends the stage.
     """
 
     num_replicas: Count
@@ -175,7 +171,7 @@ def token_bytes(model: Model, inference: Inference) -> int:
 
 
 def indexer_token_bytes(model: Model) -> int:
-    """Return the bytes of a token's indexer keys: FP8 values, and a float32 scale per block."""
+    """Return a token's bytes of indexer keys: FP8 values, and a float32 scale per block."""
     if model.mla is None or (indexer := model.mla.indexer) is None:
         return 0
     scales = indexer.head_dim // INDEXER_SCALE_BLOCK
@@ -183,9 +179,9 @@ def indexer_token_bytes(model: Model) -> int:
 
 
 def rank_token_bytes(model: Model, inference: Inference) -> int:
-    """Return the bytes of a token's cache outside devices, per data-parallel rank.
+    """Return a data-parallel rank's bytes of a token's cache outside devices.
 
-    With MLA, the rank's tensor-parallel devices share one copy.
+    With MLA, tensor-parallel devices share one copy.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * token_bytes(model, inference)
@@ -196,13 +192,13 @@ def longest_blocks(inference: Inference) -> int:
 
 
 def longest_device_bytes(model: Model, inference: Inference) -> int:
-    """Return one device's cache bytes for the longest sequence plus vLLM's reserved block."""
+    """Return a device's cache bytes for the longest sequence and vLLM's reserved block."""
     tokens = (1 + longest_blocks(inference)) * inference.kv_block_tokens
     return tokens * token_bytes(model, inference)
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return the host bytes of the longest sequence's cache, per data-parallel rank."""
+    """Return a data-parallel rank's host bytes for the longest sequence's cache."""
     tokens = longest_blocks(inference) * inference.kv_block_tokens
     return tokens * rank_token_bytes(model, inference)
 
@@ -214,15 +210,14 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the disk bytes of a cache block, and of its tokens' routes (chosen experts).
 
-    Routes may be evicted in another order than cache blocks. Routes get twice their space, so that
-    cached blocks keep their routes.
+    Routes get twice their space: their order of eviction may differ from cache blocks'.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
-    """Return sharded widths as (field, width, field that sets `num_shards`, `num_shards`)."""
+    """Return sharded widths as (field, width, field that sets the shards, number of shards)."""
     moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
     widths = []
     if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 3
 
 
 class TaskUse(Record):
-    """A task. Its share of sampled training groups is its `weight` / the sum of all weights."""
+    """A task. Its share of training groups is its `weight` / the sum of weights."""
 
     name: str
     kind: str
@@ -36,9 +36,9 @@ class TaskUse(Record):
 
 
 class Grpo(Record):
-    """Advantage A = R − mean(R), with R the rewards of a group.
+    """Advantage A = R − mean(R), with rewards R of a group.
 
-    `normalize_std`: divide A by the standard deviation of R.
+    `normalize_std`: divide A by R's standard deviation.
     """
 
     kind: Literal["grpo"]
@@ -47,7 +47,7 @@ class Grpo(Record):
 
 
 class MaxRl(Record):
-    """Advantage A = (R − mean(R)) / mean(R), with R the rewards of a group. 0 if mean(R) ≤ 0."""
+    """Advantage A = (R − mean(R)) / mean(R), with rewards R of a group. 0 if mean(R) ≤ 0."""
 
     kind: Literal["max_rl"]
     group_size: Annotated[int, Field(ge=2)]
@@ -78,9 +78,9 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 
 
 class Evaluation(Record):
-    """Evaluations on held-out problems during RL, each with a single policy version.
+    """Evaluations on held-out problems during RL, each with one policy version.
 
-    `stop_at`: RL ends successfully once the mean held-out reward reaches this value.
+    `stop_at`: mean held-out reward at which RL ends successfully.
     """
 
     interval_steps: PositiveInt
@@ -97,8 +97,8 @@ class GuestEngines(Record):
 
     The trainer's site recomputes the log-probs of the share `verified_share` of a guest site's
     rollouts. A rollout's deviation is its mean |Δ log-prob|. A guest site is refused if a deviation
-    exceeds both `min_logprob_difference` and `tolerance` · the 90th percentile of deviations of the
-    run's own engines.
+    exceeds both `min_logprob_difference` and `tolerance` · the 90th percentile of the run's own
+    engines' deviations.
     """
 
     max_sites: Count
@@ -113,11 +113,11 @@ class GuestEngines(Record):
 class Orchestrator(Record):
     """Sampling of rollouts, and their selection for training.
 
-    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. These groups fill the
-    batch only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
+    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. They fill the batch
+    only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
 
     `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": count
-    them with reward 0 in evaluations and in their group's mean. Such rollouts are never trained.
+    them with reward 0 in evaluations and in their group's mean. They are never trained.
     """
 
     algorithm: Algorithm
@@ -147,10 +147,10 @@ class Transport(Record):
     """Transport of batches to the trainer and of weights to the engines.
 
     `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
-    engine its weight slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
-    "adapters": files with only the adapters (`trainer.lora`). Engines keep the initial weights.
+    engine its slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
+    "adapters": files with only `trainer.lora`'s adapters. Engines keep the initial weights.
 
-    `routed_experts`: the trainer uses the experts that engines chose (router replay, R3).
+    `routed_experts`: the trainer uses the engines' choice of experts (router replay, R3).
     """
 
     rollouts: Literal["zmq"]
@@ -175,10 +175,7 @@ class ChatFile(Record):
 
 
 class ChatDataset(Record):
-    """A Hugging Face dataset on disk (`save_to_disk`).
-
-    `column` holds the messages.
-    """
+    """A Hugging Face dataset on disk (`save_to_disk`), with messages in `column`."""
 
     kind: Literal["dataset"]
     path: str
@@ -193,9 +190,9 @@ class TextData(Record):
     - `path`: a file, or a folder whose file names begin with `split` (`orrery fetch dataset`).
     - `num_shards`: document i is in shard i mod num_shards. With `trainer.elastic`, a site trains
       only its shard.
-    - `shard_by` "file": file i of the split is in shard i mod num_shards. A site needs only its
+    - `shard_by` "file": file i of the split is in shard i mod num_shards, so a site needs only its
       shard's files (`orrery fetch dataset NAME --shard K/N`).
-    - `sha256`: hash of the file, or the folder's hash that `orrery fetch dataset` prints.
+    - `sha256`: of the file or, for folders, as `orrery fetch dataset` prints.
     """
 
     kind: Literal["text"]
@@ -204,7 +201,7 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
-    # JSON omits None, so that the ids of older manifests stay valid.
+    # JSON omits None, so that ids of older manifests stay valid.
     shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 
@@ -212,7 +209,7 @@ SftData = Annotated[Demonstrations | ChatFile | ChatDataset | TextData, Field(di
 
 
 class Validation(Record):
-    """Loss on untrained examples, at the first and last step and every `interval_steps`."""
+    """Loss on untrained examples at the first and last step, and every `interval_steps`."""
 
     interval_steps: PositiveInt
     num_examples: PositiveInt
@@ -240,7 +237,7 @@ class Rl(Record):
 
 
 class Evaluate(Record):
-    """Evaluation of the weights before and after RL on held-out problems."""
+    """Evaluation on held-out problems before and after RL."""
 
     num_problems: PositiveInt
     rollouts_per_problem: PositiveInt
@@ -258,16 +255,16 @@ def _known(accelerator: str) -> str:
     if accelerator != "cpu" and find_device(accelerator) is None:
         raise ValueError(
             f"{accelerator!r} is unknown. Choose from {', '.join(['cpu', *DEVICES])}, or type "
-            "`orrery hardware`, which prints the name of this machine's"
+            "`orrery hardware` for this machine's name"
         )
     return accelerator
 
 
 class Hardware(Record):
-    """The machine. Its shape affects results, because it changes the order of reductions.
+    """The machine. Its shape affects results by the order of reductions.
 
     `accelerator`: "cpu", a key of `devices.DEVICES` or a name from `orrery hardware`.
-    `shared_devices`: trainer and engines run on the same GPUs of one node.
+    `shared_devices`: trainer and engines share the GPUs of one node.
     """
 
     accelerator: Annotated[str, AfterValidator(_known)]
@@ -279,7 +276,7 @@ class Hardware(Record):
 class Manifest(Record):
     """All settings of a run.
 
-    `python_lock_sha256`: hash of `locks/cpu.txt`, or on GPUs of `locks/cuda.txt`.
+    `python_lock_sha256`: hash of `locks/cpu.txt` or, on GPUs, `locks/cuda.txt`.
     """
 
     schema_version: Literal[3]
@@ -307,7 +304,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return {node group: number of devices} in node order."""
+        """Return {node group: devices} in node order."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill
@@ -316,20 +313,20 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return bytes per token of the engines' choice of keys: a bit per key and indexer."""
+        """Return bytes per token of the engines' choice of keys, a bit per key and indexer."""
         if self.trainer.indexer_choice == "own":
             return 0
         return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the maximum tokens per part of a text in SFT on `kind` "text"."""
+        """Return the maximum tokens of a part of a text in SFT on kind "text"."""
         limit = self.trainer.memory.max_tokens_per_micro_batch
         return min(limit, self.model.max_positions)
 
     @property
     def route_bytes(self) -> int:
-        """Return bytes per token of the experts and keys that engines chose."""
+        """Return bytes per token of the engines' choice of experts and keys."""
         moe = self.model.moe
         if moe is None or not self.transport.routed_experts:
             return 0

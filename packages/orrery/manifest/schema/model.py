@@ -14,13 +14,13 @@ from pydantic import (
 from orrery.manifest.errors import OrreryError
 
 MAX_INT = 2**53  # Jsonnet's largest exact integer
-MAX_COUNT = 2**16  # maximum number of ranks, devices, layers, heads or experts
+MAX_COUNT = 2**16  # maximum ranks, devices, layers, heads or experts
 MAX_STEPS = 10**9
-MAX_S = 365 * 86_400  # longer times could overflow in clocks and sockets
+MAX_S = 365 * 86_400  # longer times may overflow clocks and sockets
 MAX_SIZE = 2**24
-# model family → (groups of experts, groups that a token may use)
+# model family → (groups of experts, a token's groups)
 EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
-FP8_BLOCK = 128  # FP8 weights have a scale per block of 128 × 128
+FP8_BLOCK = 128  # FP8 weights have a scale per 128 × 128 block
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -41,7 +41,7 @@ class Record(BaseModel):
 
 
 class RandomInit(Record):
-    """Weights drawn from a normal distribution with `std`. Norm weights are 1."""
+    """Normally distributed weights with standard deviation `std`. Norm weights are 1."""
 
     kind: Literal["random"]
     seed: NonNegativeInt
@@ -51,7 +51,7 @@ class RandomInit(Record):
 class PretrainedInit(Record):
     """Weights of a Hugging Face checkpoint on disk.
 
-    `sha256`: hash of `model.safetensors`. For several files, the output of `sha256sum
+    `sha256`: of `model.safetensors` or, for several files, the output of `sha256sum
     model-*.safetensors | sha256sum`.
     """
 
@@ -62,7 +62,7 @@ class PretrainedInit(Record):
 
 
 class CharacterTokenizer(Record):
-    """One token per character of `alphabet`, after the special tokens of the chat format."""
+    """One token per character of `alphabet`, after the chat format's special tokens."""
 
     kind: Literal["characters"]
     alphabet: str
@@ -90,10 +90,10 @@ class PretrainedTokenizer(Record):
 
 
 class MoE(Record):
-    """Mixture of experts in every layer except the first `num_dense_layers`.
+    """Mixture of experts in all layers except the first `num_dense_layers`.
 
-    `score`: function from router logits to expert weights. With "sigmoid", a bias affects the
-    choice of experts but not their weights. `routed_scale`: factor of the routed experts' output.
+    `score`: function from router logits to expert weights. With "sigmoid", a bias affects only the
+    choice of experts. `routed_scale`: factor of the routed experts' output.
     """
 
     num_experts: Count
@@ -119,11 +119,11 @@ class Llama3RopeScaling(Record):
 class YarnRopeScaling(Record):
     """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn").
 
-    Frequencies with more than `fast_turns` turns in the original context are unchanged. Frequencies
-    with fewer than `slow_turns` turns are divided by `factor`.
+    Frequencies with more than `fast_turns` turns in the original context are unchanged, and with
+    fewer than `slow_turns` divided by `factor`.
 
-    Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)².
-    Cosines and sines are multiplied by s(angle_scale) / s(score_scale).
+    Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)², and
+    cosines and sines by s(angle_scale) / s(score_scale).
     """
 
     kind: Literal["yarn"]
@@ -141,8 +141,8 @@ RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator
 class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the indexer's `top_k` best tokens.
 
-    `types`: one value per layer. A "full" layer has an indexer. A "shared" layer attends to the
-    same tokens as the layer before it (GLM-5.1). Null: each layer has an indexer.
+    `types`: one value per layer. A "full" layer has an indexer. A "shared" layer uses the choice of
+    the layer before it (GLM-5.1). Null: all layers are "full".
     """
 
     num_heads: PositiveInt
@@ -182,12 +182,11 @@ class Model(Record):
     """The architecture.
 
     - `head_dim`: width of a head's queries and keys. RoPE rotates `rotary_fraction` of it.
-    - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "kimi_k2": DeepSeek-V3's network
-      without groups of experts. "hugging_face": any causal LM of transformers, with its
-      `config.json` as `hf_config`.
-    - `num_mtp_layers`: layers for multi-token prediction, untrained. Exports copy them from `init`.
+    - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "kimi_k2": DeepSeek-V3 without groups of
+      experts. "hugging_face": any causal LM of transformers, with its `config.json` as `hf_config`.
+    - `num_mtp_layers`: untrained layers for multi-token prediction. Exports copy them from `init`.
     - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
-      "feed_forward". Routers, LM head, embedding and norms are never in FP8.
+      "feed_forward". Routers, LM head, embedding and norms never use FP8.
     """
 
     family: Family

@@ -29,14 +29,13 @@ FEEDBACK_BYTES = 8  # lost and pending errors of the codec
 class Mesh(Record):
     """The trainer's device mesh of dp_replicate · dp_shard · cp ranks.
 
-    - Weights are sharded over dp_shard · cp ranks. A context-parallel (cp) group shares the tokens
-      of each document.
-    - `ep`: number of ranks that share the experts. It divides dp_shard · cp.
+    - dp_shard · cp ranks shard the weights. A context-parallel (cp) group shards each document.
+    - `ep`: ranks that share the experts. It divides dp_shard · cp.
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring. "dsa": ranks gather the keys of latent attention (`model.mla`). "ring" and
       "dsa" assign tokens to ranks in zig-zag order.
-    - `deepep_num_sms`: streaming multiprocessors of DeepEP. Null: DeepEP's default.
-    - `deepep_token_chunk_size`: maximum tokens that a rank exchanges at a time. Null: all tokens.
+    - `deepep_num_sms`: DeepEP's streaming multiprocessors. Null: its default.
+    - `deepep_token_chunk_size`: maximum tokens of a rank in one exchange. Null: all.
     """
 
     dp_replicate: Count
@@ -62,7 +61,7 @@ class Mesh(Record):
 
     @property
     def sample_multiple(self) -> int:
-        """Return the tokens of which each sample's padded length is a multiple."""
+        """Return the number that divides each sample's padded length."""
         return 2 * self.cp if self.cp > 1 and self.cp_style != "ulysses" else 1
 
     def data_rank(self, rank: int) -> int:
@@ -74,7 +73,7 @@ class Fsdp(Record):
 
     `reshard_after_forward`: free gathered weights until the backward pass.
 
-    `reduce_gradients` "step": accumulate unsharded gradients, and reduce them once a step.
+    `reduce_gradients` "step": accumulate unsharded gradients, and reduce once a step.
     "micro_batch": reduce gradients into shards after each micro-batch.
 
     `cpu_offload`: keep weights, gradients and optimizer state in host memory, and run the optimizer
@@ -98,8 +97,7 @@ class AdamW(Record):
 class Muon(Record):
     """Muon (Jordan et al. 2024) for matrices of transformer blocks, `rest` for other weights.
 
-    Muon's updates are scaled to the RMS of AdamW's (arXiv 2502.16982), so one learning rate suits
-    both.
+    Updates are scaled to the RMS of AdamW's (arXiv 2502.16982), so one learning rate suits both.
     """
 
     kind: Literal["muon"]
@@ -165,7 +163,7 @@ Schedule = Annotated[
 
 
 class DppoLoss(Record):
-    """DPPO's binary total-variation mask with a squared-log-ratio penalty (`trainer/loss.py`)."""
+    """DPPO's binary total-variation mask and a squared-log-ratio penalty (`trainer/loss.py`)."""
 
     kind: Literal["dppo"]
     mask_low: Probability
@@ -180,8 +178,8 @@ class Mismatch(Record):
 
     - `*_kl`: KL(engine || trainer) over a batch's trained tokens, including stale tokens.
     - `*_logprob_difference`: mean |Δ log-prob| over these tokens, per engine.
-    - `canary_logprob_difference`: mean |Δ log-prob| over a fixed prompt (the canary), per engine
-      after each weight update. Null: no canary.
+    - `canary_logprob_difference`: the same on a fixed prompt (the canary), after each weight
+      update. Null: no canary.
     """
 
     warn_kl: Bound
@@ -232,11 +230,10 @@ class Memory(Record):
 
     - `activation_checkpointing_every` n: recompute only in blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
-    - `activation_offload_max_in_flight`: maximum number of blocks with unfinished copies to the
-      host.
+    - `activation_offload_max_in_flight`: maximum blocks with unfinished copies to the host.
     - `optimizer_offload`: keep optimizer state in pinned host memory, except the share
       `optimizer_offload_resident`.
-    - `lm_head_chunk_tokens`: maximum number of tokens with logits in memory.
+    - `lm_head_chunk_tokens`: maximum tokens with logits in memory.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
     """
 
@@ -303,9 +300,9 @@ class OuterSgd(Record):
 
 
 class Snapshots(Record):
-    """Copies of a site's state in shared memory. Other sites recover from them.
+    """Copies of a site's state in shared memory, for recovery of other sites.
 
-    `keep`: number of newest copies. `block_bytes`: size of a hashed block.
+    `keep`: number of copies. `block_bytes`: size of a hashed block.
     """
 
     keep: Count
@@ -316,18 +313,17 @@ class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
     - Training starts once `min_sites` have joined. At most `max_sites` train at a time.
-    - A round has `inner_steps` optimizer steps. Then sites exchange Δ, encoded by `codec`. Δ is the
-      weights at the round's start minus the current weights. `error_feedback` adds the codec's
-      error to the next Δ.
-    - `weights` "tokens": a site's weight in the mean Δ is its tokens since the last exchange.
-    - `admission` "closed": sites may join only before the first round.
+    - A round has `inner_steps` optimizer steps. Then sites exchange Δ = weights at the round's
+      start − current weights, encoded by `codec`. `error_feedback` adds its error to the next Δ.
+    - `weights` "tokens": weight each Δ by its site's tokens since the last exchange.
+    - `admission` "closed": sites join only before the first round.
     - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have.
       A late site adds its Δ to the next round.
     - A site sends heartbeats every `heartbeat_s` / 2. After `dead_after_s` without one, it is dead.
-    - `voters`: maximum number of sites that run etcd, which stores the log of rounds.
-    - `fragments` F: layer i belongs to fragment i mod F. Every `inner_steps` / F steps, sites
-      exchange the next fragment (Streaming DiLoCo, arXiv 2501.18512).
-    - `delay_steps`: training steps during an exchange. After it, the fragment's weights become
+    - `voters`: maximum sites that run etcd, which stores the log of rounds.
+    - `fragments` F: layer i is in fragment i mod F. Every `inner_steps` / F steps, sites exchange
+      the next fragment (Streaming DiLoCo, arXiv 2501.18512).
+    - `delay_steps`: training steps during an exchange. Then the fragment's weights become
       `delay_merge` · local + (1 − `delay_merge`) · common weights.
     """
 
@@ -356,7 +352,7 @@ class Elastic(Record):
 def host_bytes(elastic: Elastic, num_parameters: int, inner_bytes: int) -> int:
     """Return a rank's host bytes for rounds and snapshots.
 
-    `num_parameters`: trained by the rank. `inner_bytes`: its inner optimizer's state.
+    `num_parameters`: the rank's trained parameters. `inner_bytes`: the inner optimizer's state.
     """
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     held = HOST_BYTES + FEEDBACK_BYTES * elastic.error_feedback
@@ -372,15 +368,15 @@ Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
 
 
 class Trainer(Record):
-    """The RL trainer. SFT uses the same mesh, precision and memory.
+    """The RL trainer. SFT has the same mesh, precision and memory.
 
     - `attention` "auto": the fastest kernel for the device and the tensors.
     - `indexer` "train": sparse attention's indexers learn to predict their layer's attention
-      (`kernels/sparse_index_loss.py`). "frozen": they keep their initial weights.
+      (`kernels/sparse_index_loss.py`).
     - `indexer_choice` "own": attend to keys that the trainer's indexers choose. "replay": attend to
-      keys that engines chose. "compare": as "own", and count differences from the engines' choice.
-    - `expert_bias_rate`: step size of router biases towards an equal load of all experts
-      (`trainer/learner.py`). Null: biases are frozen.
+      the engines' choice. "compare": as "own", and count differences from the engines' choice.
+    - `expert_bias_rate`: step size of router biases towards an equal load of experts
+      (`trainer/learner.py`). Null: frozen biases.
     """
 
     mesh: Mesh
@@ -413,7 +409,7 @@ class Trainer(Record):
         return not self.needs_fsdp and self.param_dtype != self.compute_dtype
 
     def is_one_graph(self, model: Model) -> bool:
-        """Return whether torch.compile makes one graph of each block."""
+        """Return whether torch.compile makes one graph of a block."""
         return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
 
     @property
@@ -429,6 +425,6 @@ class Trainer(Record):
         """Return the outputs that are recomputed even if `keep` names them.
 
         With `cp` or `ep` above 1, torch compiles blocks in parts. Products in these parts have no
-        names, so checkpointing cannot keep them.
+        names to keep.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -29,7 +29,7 @@ _LATENT = {
     "qk_norm": (False,),
     "moe.score": ("sigmoid",),
 }
-ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by model family and field
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family and field
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3 | _QWEN3_MOE,
     "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
@@ -41,7 +41,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by model fam
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
 MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
-PARTS = {  # optional field of `model` → families that have it
+PARTS = {  # optional field of `model` → its families
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
