@@ -32,7 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
-from orrery.runtime.process_control import adopt_orphans, die_with_parent, drop_privileges, hide_memory
+from orrery.runtime.process_control import (
+    adopt_orphans,
+    die_with_parent,
+    drop_privileges,
+    hide_memory,
+)
 from orrery.runtime.timing import scaled
 from orrery.tasks.task import JudgeBroken
 
