@@ -57,7 +57,7 @@ from record import ROOT, committed, record
 from workspace import linked
 
 RUN, FOLDER, PORT = "elastic_churn", ROOT / "build/churn", 29400
-NUM_STORIES, NUM_SHARDS, NUM_CALM, NUM_STEADY, NUM_JUDGED = 240_000, 12, 4, 3, 256
+NUM_STORIES, NUM_SHARDS, NUM_CALM, NUM_STEADY, NUM_JUDGED = 480_000, 12, 4, 3, 256
 KINDS = {"join": 34, "leave": 16, "kill": 17, "pause": 14, "cut": 19}
 PAUSE_S, CUT_S, POLL_S, SETTLE_S = 60.0, (15.0, 60.0), 0.5, 180.0
 LOSS_EVERY, NUM_LOSSES = 5, 6  # rounds between losses, and losses in the mean that is compared

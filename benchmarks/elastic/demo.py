@@ -49,6 +49,7 @@ def start(name: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [*command, "--certificates", str(FOLDER / "certificates")],
             cwd=FOLDER / name,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # sites share the cores
             stdout=log,
             stderr=log,
             start_new_session=True,
