@@ -251,7 +251,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
     }
 
 
-def _threads(base: dict[str, str], cpus: int) -> int:
+def _threads(base: Mapping[str, str], cpus: int) -> int:
     """Return `cpus`, or OMP_NUM_THREADS of `base` if it is lower, as for sites that share cores."""
     asked = base.get("OMP_NUM_THREADS", "")
     return min(cpus, max(1, int(asked))) if asked.isdecimal() else cpus
