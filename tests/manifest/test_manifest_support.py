@@ -86,8 +86,8 @@ REFUSED = [
             trainer__lora=ATTENTION | {"rank": 1024},
             transport__weights="adapters",
         ),
-        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512. "
-        "Set it to that, or transport.weights to 'nccl' or 'files', which merge adapters",
+        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take at most rank 512. "
+        "Lower the rank, or set transport.weights to 'nccl' or 'files', which merge adapters",
     ),
     (
         changed(

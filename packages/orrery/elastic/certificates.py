@@ -174,5 +174,5 @@ def _openssl(*words: str | Path) -> None:
         said = error.stderr.strip().splitlines() or [str(error)]
         raise ElasticError(
             f"certificates: openssl failed ({said[-1]}); check that {AUTHORITY}.pem and "
-            f"{AUTHORITY}.key lie in the folder"
+            f"{AUTHORITY}.key are in the folder of certificates"
         ) from error

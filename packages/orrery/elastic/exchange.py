@@ -35,9 +35,9 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n], to add to the next exchange's values.
+    """A rank's encoding errors, added to the values of its next exchange.
 
-    Call `commit` after each committed round. Memory: 8 bytes a parameter.
+    Call `commit` after each committed round: it copies `pending` to `lost`, both f32[n].
     """
 
     def __init__(self, n: int) -> None:
@@ -202,7 +202,7 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return a piece's weighted values. The next call overwrites them."""
+        """Return a piece of this site's weighted update. The next call overwrites it."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:

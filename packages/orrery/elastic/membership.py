@@ -1,6 +1,7 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
-A site with a lease changes the ledger (shared state) by compare-and-swap.
+The log stores the sites' leases and the ledger (shared state). A site with a lease changes the
+ledger by compare-and-swap.
 """
 
 import sys

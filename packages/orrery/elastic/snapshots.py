@@ -323,7 +323,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block not in `lacking`, or None. Wait while threads may put one back."""
+        """Pop a block not in `lacking`, or return None when no thread can put one back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

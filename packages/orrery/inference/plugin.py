@@ -19,7 +19,7 @@ from orrery.wire.rendezvous import ENGINE_HEADER
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Environment variable: prefix of shared memory names.
+# Environment variable with the prefix of shared memory names.
 SHARED = "ORRERY_SHARED_MEMORY"
 OPEN = ("/health", "/metrics")
 GENERATE = "/inference/v1/generate"

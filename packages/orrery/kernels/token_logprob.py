@@ -213,7 +213,7 @@ def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> 
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Add logits of vocabulary columns from `first_column` on to the state. Overwrite the logits.
+    """Add logits [T, B] to the state. Column 0 is token id `first_column`. Overwrite the logits.
 
     Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m. When m rises by δ, w
     becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.

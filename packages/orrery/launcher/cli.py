@@ -413,8 +413,8 @@ def serve(
 
     The weights are weights/rl, or the newest result of `orrery export` if RL is not done.
 
-    The server's address, its token and a curl example are printed. The API is OpenAI's, and the
-    model has the folder's name.
+    The server's address, its token and a curl example are printed. The API is OpenAI's, with
+    the weights folder's name as `model`.
 
     All requests but /health and /metrics need the header `Authorization: Bearer TOKEN`. The token
     is random, or read from the file named in ORRERY_TOKEN_FILE (mode 0600).

@@ -317,9 +317,9 @@ def _check_adapters(manifest: Manifest) -> None:
         )
     if lora.rank > SERVED_RANK:
         raise OrreryError(
-            f"transport.weights 'adapters' with trainer.lora.rank {lora.rank}: engines take ranks "
-            f"up to {SERVED_RANK}. Set it to that, or transport.weights to 'nccl' or 'files', "
-            "which merge adapters"
+            f"transport.weights 'adapters' with trainer.lora.rank {lora.rank}: engines take at "
+            f"most rank {SERVED_RANK}. Lower the rank, or set transport.weights to 'nccl' or "
+            "'files', which merge adapters"
         )
     if manifest.inference.quantization != "none":
         raise OrreryError(

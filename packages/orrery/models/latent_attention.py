@@ -44,7 +44,7 @@ class ChosenKeys(NamedTuple):
 
     chosen_TK: Tensor  # i32 key indices, −1 for none
     score_TK: Tensor | None = None  # f32
-    kl: Tensor | None = None  # f32 [], sum of losses up to this layer
+    kl: Tensor | None = None  # f32 [], sum of indexer losses up to this layer
     differ: Tensor | None = None  # i64 [2], sum of `engine_keys` counts up to this layer
 
 

@@ -145,7 +145,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces. `add` all rows before `counts`."""
+    """Find rows that no newer attempt replaces. Call `add` on all rows, then `counts`."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}

@@ -80,7 +80,7 @@ def _sentence(
     invalid: pydantic.ValidationError, args: type[pydantic.BaseModel], values: dict[str, Any]
 ) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt argument is also missing. Report it as unknown.
+    # A misspelt name is unknown, and the right name is missing. Report the unknown name.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in _without_kinds(error["loc"], values))
     match error["type"]:

@@ -98,7 +98,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement of `score`, clipped to [0, 1]. None gets reward 0."""
+    """Return a judgement whose reward is `score` clipped to [0, 1], or 0 for None."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)

@@ -159,7 +159,9 @@ def _check_fits(
 ) -> None:
     if odd := sorted(state.keys() ^ stored.shapes.keys()):
         where = "checkpoint" if odd[0] in stored.shapes else "model"
-        raise RunFailed(f"{folder}: {odd[0]} is only in the {where}, so it is of another model")
+        raise RunFailed(
+            f"{folder}: {odd[0]} is only in the {where}, so the checkpoint is of another model"
+        )
     if odd := sorted(_frozen_names(learner) ^ stored.frozen):
         where = "checkpoint" if odd[0] in stored.frozen else "model"
         raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {where}")

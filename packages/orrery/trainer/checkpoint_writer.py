@@ -320,7 +320,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         if num_left := sum(map(self.is_due, range(self._learner.step + 1, num_steps + 1))):
             self._check_disk(num_left)
-            # Remove copies of killed jobs before any rank allocates.
+            # Remove killed jobs' checkpoint copies before any rank allocates memory.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self
@@ -393,7 +393,7 @@ def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     checkpoint.load(learner, folder / "trainer")
     if learner.step != step:
         raise RunFailed(
-            f"{folder / 'trainer'}: contains step {learner.step}; "
+            f"{folder / 'trainer'}: contains step {learner.step}, not {step}; "
             f"remove {folder} to resume from the previous checkpoint"
         )
     ctx.log.info("resuming after step %d", step)

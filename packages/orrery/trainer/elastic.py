@@ -63,7 +63,7 @@ FETCH_S = 60.0
 PHASE_S = 24 * 3600.0  # time limit for other sites' phase
 ROUNDS = "rounds.json"
 T = TypeVar("T")
-# last round, state digest, and members or donors
+# (last round, digest of its state, member ids or snapshot servers' addresses)
 STANDING: type[tuple[int, str, list[str]]] = tuple[int, str, list[str]]
 
 
@@ -510,8 +510,8 @@ def check_listens(listen: str, num_elsewhere: int) -> None:
 def check_bits(found: str, digest: str, source: str) -> None:
     if found != digest:
         raise ElasticError(
-            f"recovery: the state of {source} differs from the run's log; restart these sites, "
-            "then join again"
+            f"recovery: the state of {source} differs from the run's log; restart the sites at "
+            "these addresses, then join again"
         )
 
 

@@ -53,7 +53,7 @@ class MicroBatch:
     routes_replayed: int = 0  # valid expert ids in `routed_experts`
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys chosen by engines' indexers
     is_padding: torch.Tensor | None = None  # bool [T]: tokens that pad cp shards or empty batches
-    choices_sent: int = 0  # (token, indexer) pairs with more keys than an indexer selects
+    choices_sent: int = 0  # (token, indexer) pairs whose token sees more than top_k keys
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:

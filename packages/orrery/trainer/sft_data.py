@@ -134,7 +134,7 @@ def _check_sha256(data: ChatFile | TextData, field: str, found: str) -> None:
     if found != data.sha256:
         raise OrreryError(
             f"{field}.sha256: {data.path} has {found}, the manifest says {data.sha256}; "
-            "restore the file, or write the new one into the spec"
+            "restore the file, or write the new sha256 into the spec"
         )
 
 
@@ -145,7 +145,7 @@ def _dataset_chats(data: ChatDataset, field: str) -> Chats:
         if (found := state["_fingerprint"]) != data.fingerprint:
             raise OrreryError(
                 f"fingerprint: {folder} has {found}, the manifest says {data.fingerprint}; "
-                "restore the folder, or write the new one into the spec"
+                "restore the folder, or write the new fingerprint into the spec"
             )
         files = saved_files(folder, state)
         return RowChats(Tables(folder, files, data.column, ("tools", *REFUSED)), data.column)

@@ -221,7 +221,7 @@ class SliceFingerprints:
             self._fuse()
 
     def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
-        """Return the slices' shares, i64 [slices]. `buffer` is u8."""
+        """Return each slice's share of the fingerprint, i64 [slices]. `buffer` is u8."""
         import torch
 
         if len(self._kernels) == 1 and not self._alone:

@@ -130,7 +130,7 @@ def request_s(manifest: "Manifest") -> float:
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the ids of a test prompt, the canary, equal in all processes."""
+    """Return the canary, a test prompt's token ids, equal in all processes."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

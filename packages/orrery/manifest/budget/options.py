@@ -377,7 +377,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def memory_doubts(run: Manifest) -> Iterator[str]:
-    """Yield a sentence per role that exceeds device memory by its plan, but may still fit."""
+    """Yield a sentence per role whose planned memory exceeds its device's but may still fit."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face" or any(memory_misfits(run)):
         return

@@ -53,7 +53,7 @@ class Proposal:
 def trainer_layouts(
     run: Manifest, tokens: float | None, network: float | None = None
 ) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, one per mesh and kind of checkpointing."""
+    """Return the fastest layouts that fit, one per mesh and kind of activation checkpointing."""
     room, now = _room(run), RunPlan(run, tokens, network)
     if run.hardware.shared_devices:
         room -= max(role.total_bytes for role in now.roles()[1:])

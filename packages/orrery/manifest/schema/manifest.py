@@ -320,7 +320,7 @@ class Manifest(Record):
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the maximum tokens of a part of a text in SFT on kind "text"."""
+        """Return the token limit of the parts into which SFT cuts texts (data of kind "text")."""
         limit = self.trainer.memory.max_tokens_per_micro_batch
         return min(limit, self.model.max_positions)
 

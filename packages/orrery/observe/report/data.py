@@ -277,7 +277,7 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of rollouts in groups with zero advantages."""
+    """Return the share of rollouts in groups whose advantages are all zero."""
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 

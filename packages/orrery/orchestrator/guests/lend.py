@@ -219,7 +219,7 @@ class Lender:
     async def _sample(self, job: SampleJob) -> None:
         try:
             answer = await self._answer(job)
-            self._answers.append(answer)  # no `await` here, as `_send` may replace `_answers`
+            self._answers.append(answer)  # not `append(await …)`: `_send` may replace `_answers`
         except EngineGone as error:
             self._failure = error
         finally:

@@ -249,7 +249,7 @@ class GuestPool:
         self._wake()
 
     def _prefers_guests(self) -> bool:
-        """Return whether other sites have room and are no busier than own engines."""
+        """Return whether other sites have room and are no busier than the run's engines."""
         open_sites = self._table.open_sites()
         if not self.spread.is_known or len(self._waiting) >= sum(s.room for s in open_sites):
             return False

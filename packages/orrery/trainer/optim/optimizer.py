@@ -173,7 +173,7 @@ class StateOffload:
 
     @torch.no_grad()
     def drain(self, room_bytes: int = 0) -> None:
-        """Free slots that are copied to the host, until the others fit into `room_bytes`."""
+        """Free slots sent back to the host, oldest first, until the rest fits into `room_bytes`."""
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
             if self._cuda:

@@ -170,7 +170,7 @@ class ActivationOffload:
             return
         activations.is_fetched = True
         if self._in is not None:
-            # New tensors may reuse memory that the current stream reads.
+            # `flat` may reuse memory that the current stream still uses.
             self._in.wait_stream(torch.cuda.current_stream(self.device))
             self._in.wait_event(activations.copied_out)
         for saved in activations.saved.values():

@@ -1,6 +1,6 @@
 """FSDP2: shard weights over dp_shard · cp ranks, and replicate them over dp_replicate (HSDP).
 
-- With expert parallel, experts are sharded over ranks with the same experts.
+- With expert parallelism, an expert is sharded only over the ranks that compute it.
 - Gradients are summed, because the loss already divides by global counts.
 """
 

@@ -78,7 +78,7 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return two sequences per document: `counts[0]` and `counts[1]` pieces long (early, late)."""
+    """Return two sequences per document, of `counts[0]` (early) and `counts[1]` (late) pieces."""
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
     return Documents(offsets, max(counts) * longest)

@@ -184,7 +184,7 @@ class StoreConnection:
         return self.get(f"order/{number}", TransferOrder, "trainer 0's next order", FOREVER_S)
 
     def arrive(self, arrival: Arrival) -> None:
-        # One operation: a rank killed here leaves no gap between others' arrivals.
+        # One store operation, so that a killed rank cannot leave half an arrival.
         self.store.queue_push(ARRIVALS, self._sealed(ARRIVALS, msgspec.msgpack.encode(arrival)))
 
     def next_arrival(self, within_s: float) -> Arrival:

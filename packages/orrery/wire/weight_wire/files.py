@@ -97,8 +97,8 @@ class WeightPublisher:
     ) -> Published:
         if self._last_version is not None and version <= self._last_version:
             raise OrreryError(
-                f"weight wire: version {version} after version {self._last_version}; "
-                "versions only rise"
+                f"weight wire: cannot publish version {version} after version {self._last_version}"
+                "; versions must increase"
             )
         target = self.folder / f"version_{version}"
         aside = self.folder / f".version_{version}.{os.getpid()}"

@@ -47,7 +47,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # In bfloat16, 448 · LEAST_SCALE exceeds 1e-4. Shrink it, so that engines use 1e-4.
+    # bfloat16 rounds 448 · LEAST_SCALE above 1e-4. A smaller scale lets engines use 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):

@@ -145,7 +145,8 @@ class WeightSender:
         self.check()
         if self._version is not None and version <= self._version:
             raise OrreryError(
-                f"weight wire: version {version} after version {self._version}; versions only rise"
+                f"weight wire: cannot publish version {version} after version {self._version}; "
+                "versions must increase"
             )
         pointers = [tensor.data_ptr() for tensor in standing]
         if not self._held or pointers != self._pointers:
