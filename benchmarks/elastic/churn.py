@@ -1,6 +1,6 @@
 """Train at up to eight sites that come and go, each in a network namespace. Needs root.
 
-    python benchmarks/elastic/churn.py calm --rounds 250      four steady sites, simulated
+    python benchmarks/elastic/churn.py calm --rounds 400      four steady sites, simulated
     python benchmarks/elastic/churn.py --minutes 30           100 events, and the record
 
 The calm run uses the same data, learner, codec and outer step in one process, and writes to
@@ -451,7 +451,7 @@ def churn_for(churn: Churn, minutes: float, num_events: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", nargs="?", choices=["calm"])
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--events", type=int)
     parser.add_argument("--seed", type=int, default=1)
@@ -478,7 +478,7 @@ def report(
 ) -> None:
     calm_file = FOLDER / "calm.json"
     if not calm_file.exists():
-        raise SystemExit("error: there is no calm run; type `churn.py calm --rounds 250` first")
+        raise SystemExit("error: there is no calm run; type `churn.py calm --rounds 400` first")
     steady = json.loads(calm_file.read_text())
     tokens, losses = zip(*steady["losses"], strict=True)
     numbers = sorted(log)
