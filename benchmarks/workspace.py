@@ -8,6 +8,7 @@ from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
+ONE_THREAD = '[environment]\nOMP_NUM_THREADS = "1"\n'  # site.toml of sites that share cores
 PIPELINE = ("jsonnet", "locks", "local", "Snakefile")
 
 

@@ -54,7 +54,7 @@ from orrery.trainer.elastic import LearnerWeights
 from orrery.trainer.learner import learning_rate_factor
 from orrery.trainer.sft_data import open_texts, text_order
 from record import ROOT, committed, record
-from workspace import linked
+from workspace import ONE_THREAD, linked
 
 RUN, FOLDER, PORT = "elastic_churn", ROOT / "build/churn", 29400
 NUM_STORIES, NUM_SHARDS, NUM_CALM, NUM_STEADY, NUM_JUDGED = 480_000, 12, 4, 3, 256
@@ -217,6 +217,7 @@ class Churn:
         make_site(self.certificates, site.name, [HOSTS[site.index]])
         shutil.rmtree(site.folder, ignore_errors=True)
         shutil.copytree(FOLDER / "calm", site.folder, symlinks=True)
+        (site.folder / "site.toml").write_text(ONE_THREAD)
 
     def run_dir(self, site: Site) -> Path:
         return run_dir(site.folder / "runs", self.manifest)

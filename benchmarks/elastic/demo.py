@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from elastic.text import write
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.manifest.identity import load, run_dir, run_id
-from workspace import ROOT, linked
+from workspace import ONE_THREAD, ROOT, linked
 
 RUN, NAMES, LATE, KILLED = "elastic_text", ("oslo", "lima", "kyoto", "accra"), "accra", "kyoto"
 FOLDER = ROOT / "build/elastic"
@@ -35,6 +35,7 @@ def checkout(name: str) -> Path:
     """Make a site's workspace, with a separate folder of runs."""
     folder = linked(FOLDER / name, "jsonnet", "locks", "manifests", "packages", "pyproject.toml")
     (folder / "datasets").symlink_to(FOLDER / "datasets")
+    (folder / "site.toml").write_text(ONE_THREAD)
     return folder
 
 
@@ -49,7 +50,6 @@ def start(name: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [*command, "--certificates", str(FOLDER / "certificates")],
             cwd=FOLDER / name,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # sites share the cores
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -98,7 +98,7 @@ def test_the_kl_of_a_batch_warns_and_then_ends_the_run(caplog):
 
 @pytest.mark.parametrize("engine", [-1, 4, 1 << 20])
 def test_an_engine_that_does_not_name_itself_or_as_none_of_the_stage_is_told_as_unknown(engine):
-    with pytest.raises(RunFailed, match="tokens of unidentified engines"):
+    with pytest.raises(RunFailed, match="tokens of several or unknown engines"):
         judged(guard(), 9, *[batch(9, [0, engine], [8, 8], [0.1, 5.0]) for _ in range(2)])
 
 

@@ -66,7 +66,7 @@ SWEEP_S = 10.0
 LINGER_S = 1.0
 
 _UNAUTHORIZED = "this router serves one run only: its token is missing or belongs to another run\n"
-log = logging.getLogger("orrery.inference.front")
+log = logging.getLogger("orrery.inference.router")
 
 
 def router_arguments(

@@ -233,7 +233,7 @@ def environment(
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
-        **_common(site, start, _threads(base, len(cores) if cores else 1)),
+        **_common(site, start, len(cores) if cores else 1),
         "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
@@ -249,12 +249,6 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         "no_proxy": "*",
         LAUNCHER_PID: "0",  # the launcher is not the role's parent
     }
-
-
-def _threads(base: Mapping[str, str], cpus: int) -> int:
-    """Return `cpus`, or OMP_NUM_THREADS of `base` if it is lower, as for sites that share cores."""
-    asked = base.get("OMP_NUM_THREADS", "")
-    return min(cpus, max(1, int(asked))) if asked.isdecimal() else cpus
 
 
 def _common(site: Site, start: str, cpus: int) -> dict[str, str]:

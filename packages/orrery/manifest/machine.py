@@ -102,7 +102,7 @@ def _told(found: Sequence[Gpu]) -> str:
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
         raise OrreryError(
-            f"GPU {name!r}: `nvidia-smi` tells neither memory nor compute capability, and "
+            f"GPU {name!r}: `nvidia-smi` lacks its memory or compute capability, and "
             "packages/orrery/manifest/devices.py has no such device. Add a row from its data sheet"
         )
     if capability < AMPERE:

@@ -101,7 +101,7 @@ class MismatchGuard:
         age = int(of_version.argmax())
         name = f"engine {engine}"
         if engine == self._sums.shape[1] - 1:
-            name = "unidentified engines"
+            name = "several or unknown engines"
         mean = float(differences.sum() / tokens.sum().clamp(min=1))
         return (
             f"log-probs of {int(tokens.sum())} tokens of {name} differ from the trainer's by "

@@ -52,7 +52,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint. Remove later steps (an abandoned branch), and all but `keep`."""
+        """Upload a checkpoint. Remove abandoned later steps, and all but the newest `keep`."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
