@@ -74,13 +74,12 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
+    """Return the survivors with their advantages. Other members of the group count as reward 0."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [
         replace(rollout, advantage=float(advantage))
-        for rollout, advantage in zip(
-            group.survivors, gained, strict=False
-        )  # the last advantages are of timeouts
+        for rollout, advantage in zip(group.survivors, gained, strict=False)
     ]
 
 
