@@ -1,6 +1,6 @@
 """Train at up to eight sites that come and go, each in a network namespace. Needs root.
 
-    python benchmarks/elastic/churn.py calm --rounds 400      four steady sites, simulated
+    python benchmarks/elastic/churn.py calm --rounds 1000      four steady sites, simulated
     python benchmarks/elastic/churn.py --minutes 30           100 events, and the record
 
 The calm run uses the same data, learner, codec and outer step in one process, and writes to
@@ -57,7 +57,7 @@ from record import ROOT, committed, record
 from workspace import ONE_THREAD, linked
 
 RUN, FOLDER, PORT = "elastic_churn", ROOT / "build/churn", 29400
-NUM_STORIES, NUM_SHARDS, NUM_CALM, NUM_STEADY, NUM_JUDGED = 480_000, 12, 4, 3, 256
+NUM_STORIES, NUM_SHARDS, NUM_CALM, NUM_STEADY, NUM_JUDGED = 1_200_000, 12, 4, 3, 256
 KINDS = {"join": 34, "leave": 16, "kill": 17, "pause": 14, "cut": 19}
 PAUSE_S, CUT_S, POLL_S, SETTLE_S = 60.0, (15.0, 60.0), 0.5, 180.0
 LOSS_EVERY, NUM_LOSSES = 5, 6  # rounds between losses, and losses in the mean that is compared
@@ -452,7 +452,7 @@ def churn_for(churn: Churn, minutes: float, num_events: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", nargs="?", choices=["calm"])
-    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--events", type=int)
     parser.add_argument("--seed", type=int, default=1)
@@ -479,7 +479,7 @@ def report(
 ) -> None:
     calm_file = FOLDER / "calm.json"
     if not calm_file.exists():
-        raise SystemExit("error: there is no calm run; type `churn.py calm --rounds 400` first")
+        raise SystemExit("error: there is no calm run; type `churn.py calm --rounds 1000` first")
     steady = json.loads(calm_file.read_text())
     tokens, losses = zip(*steady["losses"], strict=True)
     numbers = sorted(log)
