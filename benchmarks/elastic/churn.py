@@ -412,7 +412,6 @@ def check_documents(churn: Churn, log: dict[int, CommittedRound]) -> list[str]:
 @contextlib.contextmanager
 def sites() -> Iterator[Churn]:
     os.environ["ORRERY_COMMIT"] = committed()  # equal for all sites, even after a new commit
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with network():
         churn = Churn()

@@ -158,7 +158,7 @@ def main() -> None:
     vocab, tokens, reference_tokens, sizes = (
         (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFERENCE_TOKENS, HIDDEN)
     )
-    backends = ["triton", "plain"] if device == "cuda" and lm_head._HAS_TRITON else ["plain"]
+    backends = ["triton", "plain"] if device == "cuda" and lm_head.HAS_TRITON else ["plain"]
     rows: list[dict[str, Any]] = []
     details: dict[str, Any] = {
         "tokens": tokens,
@@ -166,7 +166,7 @@ def main() -> None:
         "errors_against_float32": {},
         "parts": {},
     }
-    details["triton"] = version("triton") if lm_head._HAS_TRITON else None
+    details["triton"] = version("triton") if lm_head.HAS_TRITON else None
     for hidden in sizes:
         inputs, arriving = example(reference_tokens, hidden, vocab, device)
         expected = reference(inputs, arriving)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from glm5_rank import FP8
+
 from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.trainer_memory import plan_memory
 from orrery.manifest.budget.trainer_time import step_s
@@ -24,7 +26,6 @@ from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FP8 = ["attention", "feed_forward", "experts"]  # as in glm5_rank.py
 COMPUTED = ("dense products", "grouped products", "attention", "lm head", "elementwise")
 H200_BYTES = 150_109_880_320
 GIB = 2**30

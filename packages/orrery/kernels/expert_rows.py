@@ -11,7 +11,6 @@ Sums are in float32, in a fixed order.
 """
 
 import os
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from orrery.kernels import HAS_TRITON
+
 # mypy: disable-error-code="no-untyped-def"
 
 
 Backend = Literal["aten", "triton"]
-HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):

@@ -9,17 +9,17 @@ weight[e], and adapters up to rank 64 use Triton. Other inputs run in a slow loo
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from orrery.kernels import HAS_TRITON
+
 # Private torch API. Without it, products are slow during collectives.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
-HAS_TRITON = find_spec("triton") is not None
 
 
 def reserve_multiprocessors(count: int) -> None:

@@ -7,17 +7,15 @@ T queries, S keys, H indexer heads, D indexer width
 Source: https://arxiv.org/abs/2512.02556, equation 1.
 """
 
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from orrery.kernels import sparse_index_fp8
+from orrery.kernels import HAS_TRITON, sparse_index_fp8
 
 Backend = Literal["deep_gemm", "triton", "plain"]
 
-HAS_TRITON = find_spec("triton") is not None
 CHUNK_KEYS = 4096
 CHUNK_ELEMENTS = 2**24  # products q_th · k_s at a time: 64 MiB in float32
 

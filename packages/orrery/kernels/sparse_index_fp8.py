@@ -7,12 +7,12 @@ key has one scale, a power of two. Source: vLLM 0.32, `models/deepseek_v32/commo
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orrery.kernels import HAS_TRITON
 from orrery.kernels.fp8.products import load
 from orrery.kernels.fp8.quantize import DTYPE, MAX
 
@@ -26,7 +26,6 @@ CHUNK_ELEMENTS = 528 * 2**17
 CHOICES = 3  # top-k calls per chunk, to save memory: cuDNN needs 8 bytes per score
 ALIGNED_ROWS = 8  # rows of scores that start at multiples of 32 bytes, as cuDNN requires
 QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
-HAS_TRITON = find_spec("triton") is not None
 
 # Write the columns of each row's best scores to `index_CK`, i32 [C, K], which holds −1: ascending,
 # and −1 in the rest. Row c has `count_C[c]` scores. Equal scores prefer the first column.

@@ -10,19 +10,17 @@ https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/
 """
 
 # mypy: disable-error-code="no-untyped-def"
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from orrery.kernels import flash_mla
+from orrery.kernels import HAS_TRITON, flash_mla
 
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # elements of gathered keys per chunk: 64 MiB in float32
 GPU_CHUNK_ELEMENTS = 2**27  # on a GPU, for fewer launches: 512 MiB
-HAS_TRITON = find_spec("triton") is not None
 
 
 def sparse_mla(

@@ -9,21 +9,19 @@ tiles, unless `keep_logits` is set. Only hidden and weight get gradients. There 
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from orrery.kernels import HAS_TRITON
 from orrery.manifest import devices as budget
 
 ChunkTokens = int | Literal["auto"]
 Backend = Literal["plain", "triton"]
 
 AUTO_CPU_TOKENS = 256
-
-_HAS_TRITON = find_spec("triton") is not None
 
 
 def token_logprob(
@@ -56,7 +54,7 @@ def token_logprob(
             f"must be [{num_tokens}]"
         )
     if backend is None:
-        fits = _HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64
+        fits = HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64
         backend = "triton" if fits else "plain"
     if chunk_tokens == "auto":
         chunk_tokens = auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0])

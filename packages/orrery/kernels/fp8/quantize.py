@@ -6,7 +6,6 @@ padding rows count as zero. Bitwise equal to vLLM 0.32: rows to `per_token_group
 to `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
 """
 
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from orrery.kernels import HAS_TRITON
 from orrery.kernels.expert_rows import swiglu_rows
 
 BLOCK = 128
@@ -21,7 +21,6 @@ DTYPE = torch.float8_e4m3fn
 MAX = 448.0
 MIN_AMAX_ROWS = 1e-10  # lower bounds of a block's amax, as in vLLM
 MIN_AMAX_WEIGHT = 1e-4
-HAS_TRITON = find_spec("triton") is not None
 
 
 class Quantized(NamedTuple):
