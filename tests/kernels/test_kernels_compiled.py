@@ -32,7 +32,13 @@ CUDA_PATH = os.pathsep.join([str(TRITONS_OWN), os.environ["PATH"], "/usr/local/c
 CUOBJDUMP = shutil.which("cuobjdump", path=CUDA_PATH) or "cuobjdump"
 SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
 BF16, F32, I32, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"
-POINTERS = {torch.bfloat16: BF16, torch.float32: F32, torch.int32: I32, torch.float8_e4m3fn: FP8}
+POINTERS = {
+    torch.bfloat16: BF16,
+    torch.float32: F32,
+    torch.int32: I32,
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: FP8,
+}
 WRITES_NONE = ("ST", "RED", "BAR", "EXIT", "BRA", "NOP")
 WRITES_PREDICATES = ("ISETP", "FSETP", "PLOP3")
 
@@ -191,17 +197,18 @@ def test_sparse_mla_at_true_widths_fits_hopper(num_heads, monkeypatch):
 
 @pytest.mark.parametrize("num_heads", [32, 64])
 def test_the_indexer_at_true_widths_fits_hopper(num_heads, monkeypatch):
-    score, choose = (Compiler(getattr(sparse_index_triton, f"_{n}")) for n in ("score", "choose"))
-    monkeypatch.setattr(sparse_index_triton, "_score", score)
-    monkeypatch.setattr(sparse_index_triton, "_choose", choose)
-    quantize = Compiler(sparse_index_triton._quantize)
-    monkeypatch.setattr(sparse_index_triton, "_quantize", quantize)
+    kernels = {}
+    for name in ("_quantize", "_score", "_guess", "_collect", "_choose"):
+        kernels[name] = Compiler(getattr(sparse_index_triton, name))
+        monkeypatch.setattr(sparse_index_triton, name, kernels[name])
     q, k = torch.zeros(8, num_heads, 128).bfloat16(), torch.zeros(4096, 128).bfloat16()
     sparse_index_triton.quantize_index(q, *torch.zeros(2, 8, 1, 64).bfloat16(), True)
-    assert stack_bytes(quantize.compiled[0]) == 0
     weights, ends = torch.zeros(8, num_heads), torch.zeros(8).int()
     sparse_index_triton.select_keys(q, k, weights, ends, ends, 2048)
-    assert "wgmma.mma_async" in score.compiled[0].asm["ptx"]
-    assert stack_bytes(score.compiled[0]) == 0
-    for (compiled,) in (score.compiled, choose.compiled):
+    for name, kernel in kernels.items():
+        (compiled,) = kernel.compiled
+        assert ("wgmma.mma_async" in compiled.asm["ptx"]) == (name == "_score"), name
+        assert stack_bytes(compiled) == 0, name
         assert 2 * compiled.metadata.shared <= SHARED_BYTES, "two programs share a multiprocessor"
+    collect = kernels["_collect"].compiled[0]
+    assert collect.metadata.shared == 0, "a warp scans its scores without shared memory"

@@ -206,7 +206,7 @@ def best_columns(score, count, index):
 
 
 @pytest.mark.parametrize("chunk", [2**7, 2**9, 2**26])
-def test_chunks_and_their_parts_choose_keys_of_the_queries_own_document(chunk, monkeypatch):
+def test_chunks_choose_keys_of_the_queries_own_document(chunk, monkeypatch):
     monkeypatch.setattr(sparse_index_fp8, "load", FakeDeepGEMM)
     monkeypatch.setattr(sparse_index_fp8, "CHUNK_ELEMENTS", chunk)
     given, wide = ([x.cpu() for x in each] for each in in_fp8())
@@ -218,15 +218,12 @@ def test_chunks_and_their_parts_choose_keys_of_the_queries_own_document(chunk, m
 @pytest.mark.skipif(not sparse_index_fp8.has_library(), reason="needs DeepGEMM and a Hopper GPU")
 @pytest.mark.parametrize("top_k", [8, 64, 2048])
 @pytest.mark.parametrize("chunk", [2**7, 2**26])
-def test_deep_gemm_and_cudnn_choose_as_the_reference(top_k, chunk, monkeypatch):
+def test_deep_gemm_and_triton_choose_as_the_reference(top_k, chunk, monkeypatch):
     monkeypatch.setattr(sparse_index_fp8, "CHUNK_ELEMENTS", chunk)
     given, wide = in_fp8(32, 128)
     found = select_keys(*given, top_k)
     assert torch.equal(found, select_keys(*given, top_k))
-    by_triton = sparse_index_fp8.select_keys(
-        *given, top_k, top_keys=sparse_index_fp8.triton_top_keys
-    )
-    assert torch.equal(found, by_triton)
+    assert same_choice(found, sparse_index_fp8.select_keys(*given, top_k, top_keys=best_columns))
     wanted = reference_select_keys(*wide, top_k)
     score_TS = sparse_index._scores(*wide, torch.arange(NUM_TOKENS, device=DEVICE))
     for t in range(NUM_TOKENS):
@@ -238,20 +235,41 @@ def test_deep_gemm_and_cudnn_choose_as_the_reference(top_k, chunk, monkeypatch):
 
 @pytest.mark.parametrize("backend", [TRITON])
 @pytest.mark.parametrize("top_k", [5, 16])
-def test_a_full_buffer_keeps_the_best(backend, top_k):
+def test_any_order_of_scores_leads_to_the_best(backend, top_k):
     from orrery.kernels import sparse_index_triton as kernels
 
     q, k, weights, _, _ = indexed(seed=3)
     q, weights = q[:6].contiguous(), weights[:6].contiguous()
     ends = torch.tensor([[0, 3, 0, 9, 0, 5], [63, 50, 63, 50, 12, 5]], device=DEVICE)
     arguments = (q, k, weights, *ends)
-    sizes = {"rows": 16, "keys": 16, "span": 32, "block": 8, "buffer": 32, "chunk_elements": 700}
-    tiles = kernels.TILES._replace(**sizes, warps=4, choose_warps=1, choose_registers=None)
+    sizes = {"rows": 16, "keys": 16, "span": 32, "room": 32, "chunk_elements": 700}
+    tiles = kernels.TILES._replace(**sizes, warps=4, choose_warps=1)
     found = kernels.select_keys(*arguments, top_k, tiles)
     assert same_choice(found, reference_select_keys(*arguments, top_k))
     rising = (q.abs(), k.abs().cumsum(dim=0), weights.abs(), *ends)
     found = kernels.select_keys(*rising, top_k, tiles)
     assert same_choice(found, reference_select_keys(*rising, top_k))
+
+
+@pytest.mark.parametrize("backend", [TRITON])
+@pytest.mark.parametrize("top_k", [5, 16])
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("room", [16, 64])
+def test_any_sample_of_a_rows_scores_leads_to_the_best(backend, top_k, first, room):
+    from orrery.kernels import sparse_index_triton as kernels
+
+    columns = torch.arange(64)
+    is_sampled = (columns - first) % 32 < 8  # two groups of eight
+    rising, mixed = columns.float(), torch.randn(64, generator=torch.Generator().manual_seed(4))
+    best, worst = mixed.where(is_sampled, mixed - 9), mixed.where(~is_sampled, mixed - 9)
+    score = torch.stack((rising, -rising, mixed, best, worst, mixed.round(), 0 * mixed))
+    begin, end = torch.full((len(score),), first), torch.full((len(score),), 62)
+    sizes = {"room": room, "sample": 16, "choose_warps": 1, "aim": 1.5, "parts": 2}
+    found = torch.full((len(score), top_k), -1, dtype=torch.int32, device=DEVICE)
+    rows = (x.to(DEVICE) for x in (score, begin.int(), end.int()))
+    kernels.choose(*rows, found, kernels.TILES._replace(**sizes))
+    wanted = score[:, first:63].sort(dim=1, descending=True, stable=True).indices[:, :top_k] + first
+    assert torch.equal(found.cpu(), wanted.sort(dim=1).values.int())
 
 
 @BACKENDS

@@ -6,7 +6,6 @@ key has one scale, a power of two. Source: vLLM 0.32, `models/deepseek_v32/commo
 
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +18,9 @@ from orrery.kernels.fp8.quantize import DTYPE, MAX
 HEADS, WIDTH = (32, 64), 128  # accepted by DeepGEMM
 MIN_AMAX = 1e-4  # lower bound of amax, as in vLLM
 SCALE_BYTES = 4
-MAX_CUDNN_TOP_K = 2048
 # 277 MB of scores per chunk. At 131,072 keys a chunk has 528 queries: one of DeepGEMM's blocks of 4
 # queries for each of a Hopper GPU's 132 multiprocessors.
 CHUNK_ELEMENTS = 528 * 2**17
-CHOICES = 3  # top-k calls per chunk, to save memory: cuDNN needs 8 bytes per score
-ALIGNED_ROWS = 8  # rows of scores that start at multiples of 32 bytes, as cuDNN requires
 QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
 
 # Write the columns of each row's best scores to `index_CK`, i32 [C, K], which holds −1: ascending,
@@ -69,6 +65,13 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     return key.contiguous().view(DTYPE), scale.contiguous().view(torch.float32).squeeze(1)
 
 
+def triton_top_keys(score_CS: Tensor, count_C: Tensor, index_CK: Tensor) -> None:
+    """Run Triton's `TopKeys`."""
+    from orrery.kernels import sparse_index_triton as kernels
+
+    kernels.choose(score_CS, torch.zeros_like(count_C), count_C - 1, index_CK, kernels.TILES)
+
+
 def select_keys(
     q_THD: Tensor,
     packed: Tensor,
@@ -76,7 +79,7 @@ def select_keys(
     first_T: Tensor,
     last_T: Tensor,
     top_k: int,
-    top_keys: TopKeys | None = None,
+    top_keys: TopKeys = triton_top_keys,
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], ascending, padded with −1.
 
@@ -89,7 +92,6 @@ def select_keys(
         return index_TK
     begin_T = first_T.clamp(0, num_keys).int()
     end_T = torch.maximum(last_T.clamp(max=num_keys - 1).int() + 1, begin_T)
-    choose = top_keys or (cudnn_top_keys() if top_k <= MAX_CUDNN_TOP_K else None) or triton_top_keys
     library: Any = load()
     step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM's blocks have 2 or 4 queries
     for start in range(0, num_queries, step):
@@ -100,48 +102,10 @@ def select_keys(
             q_THD[rows], (key_SD, scale_S), weights_TH[rows], begin_C, end_C,
             clean_logits=False, max_seqlen_k=num_keys,
         )  # fmt: skip
-        size = -(-len(score_CS) // (CHOICES * ALIGNED_ROWS)) * ALIGNED_ROWS
-        for each in zip(
-            *(x.split(size) for x in (score_CS, end_C - begin_C, index_CK)), strict=True
-        ):
-            choose(*each)
-        del score_CS, each
+        top_keys(score_CS, end_C - begin_C, index_CK)
+        del score_CS
         index_CK += torch.where(index_CK < 0, 0, begin_C[:, None])
     return index_TK
-
-
-@cache
-def cudnn_top_keys() -> TopKeys | None:
-    """Return cuDNN's `TopKeys`, or None if cuDNN's frontend is missing."""
-    try:
-        from cudnn.deepseek_sparse_attention.indexer_top_k.api import IndexerTopK
-    except (ImportError, RuntimeError):
-        return None
-    plans: dict[tuple[Any, ...], Any] = {}
-
-    def top_keys(score_CS: Tensor, count_C: Tensor, index_CK: Tensor) -> None:
-        (num_rows, top_k), stride = index_CK.shape, score_CS.stride(0)
-        whole = score_CS.as_strided((num_rows, stride), (stride, 1))
-        key = score_CS.device, num_rows, stride, top_k
-        if (plan := plans.get(key)) is None:
-            plan = plans[key] = IndexerTopK(
-                whole, count_C, top_k, return_val=False, deterministic=True
-            )
-            plan.check_support()
-            plan.compile()
-        workspace = torch.empty(
-            plan.scratch_workspace_bytes(), dtype=torch.uint8, device=score_CS.device
-        )
-        plan.execute(whole, count_C, out_indices=index_CK, workspace=workspace)
-
-    return top_keys
-
-
-def triton_top_keys(score_CS: Tensor, count_C: Tensor, index_CK: Tensor) -> None:
-    """Run Triton's `TopKeys`."""
-    from orrery.kernels import sparse_index_triton as kernels
-
-    kernels.choose(score_CS, torch.zeros_like(count_C), count_C - 1, index_CK, kernels.TILES)
 
 
 @torch.library.custom_op("orrery::quantize_index", mutates_args=())

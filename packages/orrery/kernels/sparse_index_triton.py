@@ -1,7 +1,9 @@
 """Triton kernels of the indexer: score a chunk of queries, then choose each query's best keys.
 
-C queries of a chunk, K chosen keys. `sparse_index` defines other letters. `_choose` cuts each
-query's buffer of keys to the K best whenever it is full.
+C queries of a chunk, K chosen keys. `sparse_index` defines other letters. A choice has three steps.
+`_guess` estimates a score that somewhat more than K keys of a row reach, from a sample. `_collect`
+writes the keys that reach it. `_choose` takes the K best of them, or of the whole row where the
+guess was wrong.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,14 +21,19 @@ class IndexTiles(NamedTuple):
     span: int = 4096  # keys per program of `_score`
     warps: int = 8  # for `_score`
     stages: int = 2  # for `_score`
-    block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # minimum entries of a query's buffer
+    sample: int = 4096  # scores of a row that set its guess
+    group: int = 8  # neighbours among the sampled scores
+    aim: float = 1.8  # keys that reach the guess, over K
+    guess_warps: int = 4
+    parts: int = 4  # programs of `_collect` per row
+    room: int = 8192  # keys of a row that may reach its guess, at least 2·K
+    found_bytes: int = 2**27  # memory for these keys, 8 bytes each
     choose_warps: int = 8
-    choose_registers: int | None = None  # maximum registers per thread of `_choose`
     chunk_elements: int = 2**26  # scores per chunk, C·S: 256 MiB in float32
 
 
 TILES = IndexTiles()
+BLOCK = 256  # scores that `_collect` reads at once
 QUANTIZED_ROWS = 32  # rows per program of `_quantize`
 
 
@@ -68,15 +75,16 @@ def score(
 ) -> Tensor:
     """Return scores f32 [C, S]. Keys outside first_c to last_c have undefined scores."""
     (num_queries, num_heads, width), num_keys = q_CHD.shape, k_SD.shape[0]
-    score_CS = torch.empty(num_queries, num_keys, dtype=torch.float32, device=q_CHD.device)
+    stride = triton.cdiv(num_keys, 16) * 16  # aligned for loads of four scores
+    score_CS = torch.empty(num_queries, stride, dtype=torch.float32, device=q_CHD.device)
     queries = max(1, tiles.rows // num_heads)
     span = max(tiles.span, tiles.keys)
     _score[(triton.cdiv(num_queries, queries), triton.cdiv(num_keys, span))](
-        q_CHD, k_SD, weights_CH, first_C, last_C, score_CS, num_queries, num_keys,
+        q_CHD, k_SD, weights_CH, first_C, last_C, score_CS, num_queries, num_keys, stride,
         H=num_heads, D=width, QUERIES=queries, KEYS=tiles.keys, SPAN=span,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return score_CS
+    return score_CS[:, :num_keys]
 
 
 def choose(
@@ -86,14 +94,30 @@ def choose(
 
     With fewer than K keys, the rest of the row is unchanged.
     """
-    num_queries, top_k = indices_CK.shape
-    size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
-    buffer = torch.empty(num_queries, 2, size, dtype=torch.int32, device=score_CS.device)
-    _choose[(num_queries,)](
-        score_CS, first_C, last_C, buffer, indices_CK, score_CS.stride(0),
-        K=top_k, BLOCK=tiles.block, SIZE=size, num_warps=tiles.choose_warps, num_stages=2,
-        maxnreg=tiles.choose_registers,
-    )  # fmt: skip
+    (num_keys, top_k), device = (score_CS.shape[1], indices_CK.shape[1]), score_CS.device
+    room = max(tiles.room, triton.next_power_of_2(2 * top_k))
+    part_room = min(room, triton.cdiv(num_keys, tiles.parts)) + BLOCK
+    step = max(1, tiles.found_bytes // (8 * tiles.parts * part_room))
+    for tensors in zip(
+        *(x.split(step) for x in (score_CS, first_C, last_C, indices_CK)), strict=True
+    ):
+        *given, index = tensors
+        num_queries, stride = len(index), score_CS.stride(0)
+        guess = torch.empty(num_queries, dtype=torch.float32, device=device)
+        counts = torch.empty(num_queries, tiles.parts, dtype=torch.int32, device=device)
+        found = torch.empty(*counts.shape, part_room, dtype=torch.int64, device=device)
+        _guess[(num_queries,)](
+            *given, guess, stride, AIM=int(top_k * tiles.aim), SAMPLE=tiles.sample,
+            GROUP=tiles.group, num_warps=tiles.guess_warps,
+        )  # fmt: skip
+        _collect[(num_queries, tiles.parts)](
+            *given, guess, counts, found, stride, part_room,
+            PARTS=tiles.parts, BLOCK=BLOCK, num_warps=1,
+        )  # fmt: skip
+        _choose[(num_queries,)](
+            *given, guess, counts, found, index, stride, part_room,
+            K=top_k, PARTS=tiles.parts, ROOM=room, num_warps=tiles.choose_warps,
+        )  # fmt: skip
 
 
 def quantize_index(
@@ -144,7 +168,7 @@ def _quantize(
 
 @triton.jit
 def _score(
-    q, k, weights, first, last, score, num_queries, num_keys,
+    q, k, weights, first, last, score, num_queries, num_keys, stride,
     H: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +184,7 @@ def _score(
         row = tl.minimum(row, num_queries * H - 1).to(tl.int64)
         q_tile = tl.trans(tl.load(q + row[:, None] * D + column[None, :]))
         weight = tl.load(weights + row).to(tl.float32)
-        to = score + t.to(tl.int64)[None, :] * num_keys
+        to = score + t.to(tl.int64)[None, :] * stride
         for start in range(begin, end, KEYS):
             s = start + tl.arange(0, KEYS)
             key_row = tl.minimum(s, num_keys - 1).to(tl.int64)
@@ -172,38 +196,133 @@ def _score(
 
 
 @triton.jit
+def _guess(
+    score, first, last, guesses, stride,
+    AIM: tl.constexpr, SAMPLE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write a score that about AIM keys of each row reach. The sample has groups of neighbours."""
+    t = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(first + t), tl.load(last + t) + 1
+    num_keys = end - begin
+    guess = float("-inf")
+    if num_keys > AIM:
+        i = tl.arange(0, SAMPLE)
+        group = (i // GROUP).to(tl.int64) * num_keys // (SAMPLE // GROUP)
+        s = tl.minimum((begin + group) // GROUP * GROUP + i % GROUP, end - 1)
+        rank = _rank(tl.load(score + t * stride + tl.maximum(s, begin)))
+        least = _kth_best(rank, AIM * SAMPLE // num_keys + 1, 4)
+        bits = tl.where((least >> 31) == 1, least & 0x7FFFFFFF, least ^ 0xFFFFFFFF)
+        guess = bits.to(tl.float32, bitcast=True)
+    tl.store(guesses + t, guess)
+
+
+@triton.jit
+def _collect(
+    score, first, last, guesses, counts, found, stride, part_room,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the scores and keys of one part of a row that reach its guess, and their number.
+
+    One warp reads eight times 32 scores. Byte i of `before` counts the keys taken before a thread's
+    i-th score, so that one scan serves eight.
+    """
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, end = tl.load(first + t), tl.load(last + t) + 1
+    guess = tl.load(guesses + t)
+    length = tl.cdiv(end - begin, PARTS)
+    origin = begin + part * length
+    stop = tl.minimum(origin + length, end)
+    score += t * stride + origin
+    found += (t * PARTS + part) * part_room
+    left = stop - origin
+    i = tl.arange(0, 8)[:, None]
+    offset = i * 32 + tl.arange(0, 32)[None, :]
+    count = tl.full([], 0, tl.int32)
+    value = tl.load(score + offset, mask=offset < left, other=float("nan"))
+    for start in range(origin, stop, BLOCK):
+        taken = value >= guess
+        pair = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (start + offset).to(tl.int64)
+        score += BLOCK
+        left -= BLOCK
+        value = tl.load(score + offset, mask=offset < left, other=float("nan"))
+        own = tl.sum(taken.to(tl.int64) << (8 * i), axis=0)
+        sums = tl.sum(own, axis=0)
+        before = tl.cumsum(own, axis=0) - own + sums * 0x0101010101010100
+        at = ((before[None, :] >> (8 * i)) & 255).to(tl.int32)
+        if count <= part_room - BLOCK:
+            tl.store(found + at, pair, mask=taken)
+        more = ((sums * 0x0101010101010101) >> 56).to(tl.int32) & 255
+        count += more
+        found += more
+    tl.store(counts + t * PARTS + part, count)
+
+
+@triton.jit
 def _choose(
-    score, first, last, buffer, indices, stride,
-    K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    score, first, last, guesses, counts, found, indices, stride, part_room,
+    K: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    ranks, places = buffer + 2 * t * SIZE, buffer + (2 * t + 1) * SIZE
     begin, end = tl.load(first + t), tl.load(last + t) + 1
-    threshold = tl.full([], 0, tl.uint32)
-    count = tl.full([], 0, tl.int32)
-    origin = begin // BLOCK * BLOCK
-    s = origin + tl.arange(0, BLOCK)
-    value = tl.load(score + t * stride + s, mask=(s >= begin) & (s < end), other=0.0)
-    for start in range(origin, end, BLOCK):
+    indices += t * K
+    part = tl.arange(0, PARTS)
+    count_P = tl.load(counts + t * PARTS + part)
+    count = tl.sum(count_P, axis=0)
+    if (count >= tl.minimum(K, end - begin)) & (count <= ROOM):
+        at = tl.arange(0, ROOM)
+        source = at + t * PARTS * part_room
+        passed = tl.full([], 0, tl.int32)
+        for p in tl.static_range(PARTS - 1):
+            size = tl.sum(tl.where(part == p, count_P, 0), axis=0)
+            passed += size
+            source += tl.where(at >= passed, part_room - size, 0)
+        taken = at < count
+        pair = tl.load(found + source, mask=taken, other=0)
+        if count > K:
+            rank = _rank((pair >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+            rank = tl.where(taken, rank - _rank(tl.load(guesses + t)) + 1, 0)
+            least = _kth_best(rank, K, 0)
+            taken = rank >= least
+            surplus = tl.sum(taken.to(tl.int32), axis=0) - K
+            if surplus > 0:
+                before, number = _positions(rank == least, ROOM)
+                taken = (rank > least) | ((rank == least) & (before < number - surplus))
+        to, _ = _positions(taken, ROOM)
+        tl.store(indices + to, pair.to(tl.int32), mask=taken)
+    else:
+        _choose_slowly(score + t * stride, begin, end, indices, K, ROOM)
+
+
+@triton.jit
+def _choose_slowly(score, begin, end, indices, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Choose among all keys of a row, more than K. Each bit of the K-th best rank reads the row."""
+    least = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        count = tl.full([BLOCK], 0, tl.int32)
+        for start in range(begin, end, BLOCK):
+            s = start + tl.arange(0, BLOCK)
+            rank = _rank(tl.load(score + s, mask=s < end, other=0.0))
+            count += ((s < end) & (rank >= least + bit)).to(tl.int32)
+        least = tl.where(tl.sum(count, axis=0) >= K, least + bit, least)
+        bit = bit >> 1
+    count = tl.full([BLOCK], 0, tl.int32)
+    for start in range(begin, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
-        inside = (s >= begin) & (s < end)
-        rank = _rank(value)
-        following = s + BLOCK  # prefetch the next block
-        value = tl.load(score + t * stride + following, mask=following < end, other=0.0)
-        taken = inside & (rank > threshold)
-        at = count + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        tl.store(ranks + at, rank.to(tl.int32, bitcast=True), mask=taken)
-        tl.store(places + at, s, mask=taken)
-        count += tl.sum(taken.to(tl.int32), axis=0)
-        if count > SIZE - BLOCK:
-            threshold = _keep_best(ranks, places, count, K, SIZE)
-            count = tl.full([], K, tl.int32)
-    if count > K:
-        _keep_best(ranks, places, count, K, SIZE)
-        count = tl.full([], K, tl.int32)
-    tl.debug_barrier()
-    at = tl.arange(0, SIZE)
-    tl.store(indices + t * K + at, tl.load(places + at, mask=at < count, other=-1), mask=at < count)
+        rank = _rank(tl.load(score + s, mask=s < end, other=0.0))
+        count += ((s < end) & (rank > least)).to(tl.int32)
+    spare = K - tl.sum(count, axis=0)
+    written = tl.full([], 0, tl.int32)
+    for start in range(begin, end, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        rank = _rank(tl.load(score + s, mask=s < end, other=0.0))
+        equal = (s < end) & (rank == least)
+        before, number = _positions(equal, BLOCK)
+        taken = ((s < end) & (rank > least)) | (equal & (before < spare))
+        at, more = _positions(taken, BLOCK)
+        tl.store(indices + written + at, s, mask=taken)
+        written += more
+        spare -= tl.minimum(spare, number)
 
 
 @triton.jit
@@ -214,29 +333,31 @@ def _rank(value):
 
 
 @triton.jit
-def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
-    """Keep the K best of `count` ranks and keys. Return the K-th best rank."""
-    tl.debug_barrier()
-    at = tl.arange(0, SIZE)
-    known = at < count
-    rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
+def _positions(taken, SIZE: tl.constexpr):
+    """Return the number of earlier taken elements for each, and their number in all.
+
+    Four neighbours are summed in a thread first, as Triton's scan takes 100 instructions each.
+    """
+    group = tl.reshape(taken.to(tl.int32), (SIZE // 4, 4))
+    sums = tl.sum(group, axis=1)
+    before = tl.cumsum(sums, axis=0) - sums
+    at = before[:, None] + tl.cumsum(group, axis=1) - group
+    return tl.reshape(at, (SIZE,)), tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _kth_best(rank, k, SKIPPED: tl.constexpr):
+    """Return the k-th largest uint32 rank, without its last 2·SKIPPED bits."""
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
-    for _ in range(16):  # each step finds two bits of `least`, from three 20-bit counts in `counts`
-        low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
-        counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
-        counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)
-        least = tl.where((counts & 0xFFFFF) >= K, low, least)
-        least = tl.where(((counts >> 20) & 0xFFFFF) >= K, middle, least)
-        least = tl.where((counts >> 40) >= K, high, least)
+    top = tl.max(rank, axis=0)
+    while bit > top:
         bit = bit >> 2
-    above, equal = rank > least, rank == least
-    spare = K - tl.sum(above.to(tl.int32), axis=0)
-    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
-    to = tl.cumsum(taken.to(tl.int32), axis=0) - 1
-    place = tl.load(places + at, mask=taken, other=0)
-    tl.debug_barrier()
-    tl.store(ranks + to, rank.to(tl.int32, bitcast=True), mask=taken)
-    tl.store(places + to, place, mask=taken)
-    tl.debug_barrier()
+    while bit >> (2 * SKIPPED) > 0:  # each step finds two bits, by three counts
+        low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
+        pair = tl.sum((rank >= low).to(tl.int32) + tl.where(rank >= middle, 65536, 0), axis=0)
+        least = tl.where((pair & 65535) >= k, low, least)
+        least = tl.where((pair >> 16) >= k, middle, least)
+        least = tl.where(tl.sum((rank >= high).to(tl.int32), axis=0) >= k, high, least)
+        bit = bit >> 2
     return least
