@@ -252,23 +252,25 @@ def test_any_order_of_scores_leads_to_the_best(backend, top_k):
 
 
 @pytest.mark.parametrize("backend", [TRITON])
-@pytest.mark.parametrize("top_k", [5, 16])
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("room", [16, 64])
-def test_any_sample_of_a_rows_scores_leads_to_the_best(backend, top_k, first, room):
+@pytest.mark.parametrize(("num_keys", "first", "top_k"), [(64, 0, 5), (61, 3, 16), (600, 3, 16)])
+@pytest.mark.parametrize("room", [16, 1024])
+@pytest.mark.parametrize("aim", [1.5, 99.0])
+def test_any_sample_of_a_rows_scores_leads_to_the_best(backend, num_keys, first, top_k, room, aim):
     from orrery.kernels import sparse_index_triton as kernels
 
-    columns = torch.arange(64)
+    columns = torch.arange(num_keys)
     is_sampled = (columns - first) % 32 < 8  # two groups of eight
-    rising, mixed = columns.float(), torch.randn(64, generator=torch.Generator().manual_seed(4))
+    generator = torch.Generator().manual_seed(4)
+    rising, mixed = columns.float(), torch.randn(num_keys, generator=generator)
     best, worst = mixed.where(is_sampled, mixed - 9), mixed.where(~is_sampled, mixed - 9)
     score = torch.stack((rising, -rising, mixed, best, worst, mixed.round(), 0 * mixed))
-    begin, end = torch.full((len(score),), first), torch.full((len(score),), 62)
-    sizes = {"room": room, "sample": 16, "choose_warps": 1, "aim": 1.5, "parts": 2}
+    begin, end = torch.full((len(score),), first), torch.full((len(score),), num_keys - 2)
+    sizes = {"room": room, "sample": 16, "choose_warps": 1, "aim": aim, "parts": 2}
     found = torch.full((len(score), top_k), -1, dtype=torch.int32, device=DEVICE)
     rows = (x.to(DEVICE) for x in (score, begin.int(), end.int()))
     kernels.choose(*rows, found, kernels.TILES._replace(**sizes))
-    wanted = score[:, first:63].sort(dim=1, descending=True, stable=True).indices[:, :top_k] + first
+    seen = score[:, first : num_keys - 1]
+    wanted = seen.sort(dim=1, descending=True, stable=True).indices[:, :top_k] + first
     assert torch.equal(found.cpu(), wanted.sort(dim=1).values.int())
 
 

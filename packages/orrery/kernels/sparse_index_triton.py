@@ -27,7 +27,7 @@ class IndexTiles(NamedTuple):
     guess_warps: int = 4
     parts: int = 4  # programs of `_collect` per row
     room: int = 8192  # keys of a row that may reach its guess, at least 2·K
-    found_bytes: int = 2**27  # memory for these keys, 8 bytes each
+    found_bytes: int = 9 * 2**24  # memory for these keys, 8 bytes each
     choose_warps: int = 8
     chunk_elements: int = 2**26  # scores per chunk, C·S: 256 MiB in float32
 
@@ -247,11 +247,12 @@ def _collect(
         value = tl.load(score + offset, mask=offset < left, other=float("nan"))
         own = tl.sum(taken.to(tl.int64) << (8 * i), axis=0)
         sums = tl.sum(own, axis=0)
-        before = tl.cumsum(own, axis=0) - own + sums * 0x0101010101010100
+        base = sums * 0x0101010101010100  # byte i is the sum of bytes 0 to i − 1
+        before = tl.cumsum(own, axis=0) - own + base
         at = ((before[None, :] >> (8 * i)) & 255).to(tl.int32)
         if count <= part_room - BLOCK:
             tl.store(found + at, pair, mask=taken)
-        more = ((sums * 0x0101010101010101) >> 56).to(tl.int32) & 255
+        more = (((base >> 56) & 255) + (sums >> 56)).to(tl.int32)
         count += more
         found += more
     tl.store(counts + t * PARTS + part, count)
