@@ -303,6 +303,21 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("kernels/lm_head", "LM head, loss and gradient"),
             Line("kernels/adapters", "LoRA on experts, forward and backward"),
             Line("kernels/sparse_mla", "Sparse latent attention, backward, 131,072 keys"),
+            Line(
+                "kernels/sparse_mla",
+                "… half local, half shared keys",
+                "backward, triton, local, 131072 keys",
+            ),
+            Line(
+                "kernels/sparse_mla",
+                "… forward, FlashMLA",
+                "forward, flash_mla, random, 131072 keys",
+            ),
+            Line(
+                "kernels/sparse_mla",
+                "… forward, half local, half shared keys",
+                "forward, flash_mla, local, 131072 keys",
+            ),
             Line("kernels/sparse_index", "Choice of keys by an indexer, 131,072 keys"),
             Line("trainer/context_rank", "Latent attention on one of four context-parallel ranks"),
             Line("trainer/glm5_rank", "An MoE layer of GLM-5 on one rank, 131,072 tokens"),

@@ -3,10 +3,10 @@
 First the keys chosen for 64 queries are compared with the float32 reference. Then 4,096 queries are
 timed, the last tokens of a document of 8,192 to 131,072 keys. Rows in bfloat16 time the scores, the
 choice from given scores, `torch.topk` on them, and scores plus choice. Rows in FP8 time vLLM's
-arithmetic at 131,072 keys: scores by DeepGEMM, scores plus a choice by Triton or cuDNN, and
-quantization. The recorded value is that with cuDNN. The last rows vary tile sizes. Bounds are the
-scores' FLOPs at 650 TFLOP/s, 1,300 in FP8, and one read of the scores at 4.2 TB/s. No row starts
-after `--seconds`. A failed row records its error.
+arithmetic at 131,072 keys: scores by DeepGEMM, scores plus a choice (the recorded value), and
+quantization. The last rows vary tile sizes. Bounds are the scores' FLOPs at 650 TFLOP/s, 1,300 in
+FP8, and one read of the scores at 4.2 TB/s. No row starts after `--seconds`. A failed row records
+its error.
 
     python benchmarks/kernels/sparse_index.py
 """
@@ -31,14 +31,12 @@ GOAL = 682  # TFLOP/s, from 1.15 × 4.36 ms (DeepGEMM's scores) + 1.44 ms (choic
 TOLERANCE = 1e-4  # of the largest score: rounding may swap keys whose scores are almost equal
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "choice": (
+        {"parts": 2},
+        {"parts": 8},
+        {"choose_warps": 4},
         {"choose_warps": 16},
-        {"choose_warps": 32},
-        {"choose_warps": 16, "choose_registers": 64},
-        {"block": 2_048},
-        {"block": 2_048, "choose_warps": 16},
-        {"block": 1_024, "buffer": 4_096},
-        {"block": 1_024, "buffer": 4_096, "choose_registers": 128},
-        {"block": 1_024, "buffer": 4_096, "choose_warps": 4},
+        {"sample": 2_048},
+        {"aim": 1.6},
     ),
     "scores": (
         {"rows": 128, "keys": 128},
@@ -138,20 +136,14 @@ def unturned(x_THD: Tensor) -> tuple[Tensor, Tensor]:
 def timed_fp8(data: Data, what: str) -> dict[str, Any]:
     """Return a row of the FP8 backend.
 
-    `what`: "scores", "Triton" or "cuDNN" (scores plus a choice by it), or "quantization".
+    `what`: "scores", "both" (scores plus a choice), or "quantization".
     """
     given = quantized(data)
     flops = 2.0 * given[0].numel() * len(given[1])
     if what == "quantization":
         return {"unit": "ms", "value": milliseconds(lambda: quantized(data), 5)}
-    choices = {
-        "cuDNN": sparse_index_fp8.cudnn_top_keys(),
-        "Triton": sparse_index_fp8.triton_top_keys,
-        "scores": no_choice,
-    }
-    if choices[what] is None:
-        raise RuntimeError("cuDNN's front end is not installed")
-    call = lambda: sparse_index_fp8.select_keys(*given, TOP_K, choices[what])  # noqa: E731
+    choose = no_choice if what == "scores" else sparse_index_fp8.triton_top_keys
+    call = lambda: sparse_index_fp8.select_keys(*given, TOP_K, choose)  # noqa: E731
     ms = milliseconds(call, 5)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -178,9 +170,8 @@ def main() -> None:
         data = example(QUERIES, keys, HEADS, WIDTH, device)
         for what in ("scores", "choice", "torch.topk", "both"):
             rows.append(guarded(f"{what}, {keys} keys", until_s, timed, data, what))
-    for what in ("scores", "Triton", "cuDNN", "quantization"):
-        name = f"both, {what}" if what in ("Triton", "cuDNN") else what
-        rows.append(guarded(f"FP8: {name}, {KEYS[-1]} keys", until_s, timed_fp8, data, what))
+    for what in ("scores", "both", "quantization"):
+        rows.append(guarded(f"FP8: {what}, {KEYS[-1]} keys", until_s, timed_fp8, data, what))
     chosen = rows[-2]
     for what, variants in VARIANTS.items():
         for variant in variants:

@@ -241,18 +241,23 @@ def _collect(
     value = tl.load(score + offset, mask=offset < left, other=float("nan"))
     for start in range(origin, stop, BLOCK):
         taken = value >= guess
-        pair = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (start + offset).to(tl.int64)
+        s = (start + offset).to(tl.uint32)  # unsigned, to be extended at no cost
+        pair = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s.to(tl.int64)
         score += BLOCK
         left -= BLOCK
         value = tl.load(score + offset, mask=offset < left, other=float("nan"))
-        own = tl.sum(taken.to(tl.int64) << (8 * i), axis=0)
-        sums = tl.sum(own, axis=0)
-        base = sums * 0x0101010101010100  # byte i is the sum of bytes 0 to i − 1
-        before = tl.cumsum(own, axis=0) - own + base
-        at = ((before[None, :] >> (8 * i)) & 255).to(tl.int32)
+        own = tl.where(taken, 1 << 8 * (i % 4), 0)
+        low, high = tl.sum(tl.where(i < 4, own, 0), axis=0), tl.sum(tl.where(i < 4, 0, own), axis=0)
+        sum_low, sum_high = tl.sum(low, axis=0), tl.sum(high, axis=0)
+        base_low = sum_low * 0x01010100  # byte i is the sum of bytes 0 to i − 1
+        num_low = (base_low >> 24) + (sum_low >> 24)
+        base_high = sum_high * 0x01010100 + num_low * 0x01010101
+        before_low = tl.cumsum(low, axis=0) - low + base_low
+        before_high = tl.cumsum(high, axis=0) - high + base_high
+        at = (tl.where(i < 4, before_low[None, :], before_high[None, :]) >> 8 * (i % 4)) & 255
         if count <= part_room - BLOCK:
             tl.store(found + at, pair, mask=taken)
-        more = (((base >> 56) & 255) + (sums >> 56)).to(tl.int32)
+        more = ((base_high >> 24) & 255) + (sum_high >> 24)
         count += more
         found += more
     tl.store(counts + t * PARTS + part, count)
