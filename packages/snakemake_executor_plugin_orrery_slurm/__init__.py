@@ -63,7 +63,8 @@ class Executor(RemoteExecutor):
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # job id → time when its state became lost or unknown
-        self._going: list[str] = []  # Snakemake's own list is empty during checks
+        # Slurm jobs to cancel. Snakemake's `active_jobs` is empty while it checks their states.
+        self._going: list[str] = []
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name

@@ -163,7 +163,8 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}
-    # Keep routes of twice the host tier's blocks: the eviction orders differ.
+    # Room for the routes of the device's blocks and of twice the host tier's blocks. Twice, because
+    # routes and blocks are evicted in different orders.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}

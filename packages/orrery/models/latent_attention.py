@@ -135,7 +135,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """A rank's keys. Context parallelism replaces this module to gather all keys."""
+    """Pass a rank's keys on. Context parallelism replaces this module by one that gathers keys."""
 
     is_gathered = False
 
@@ -285,7 +285,7 @@ class LatentAttention(nn.Module):
         return q_THK, k_SHK, F.pad(v_SHV, (0, width - value_width))
 
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return queries [T, H, W] for latent keys: q_THN · `kv_b_proj`'s key rows, then q_THR."""
+        """Return queries [T, H, W] for latent keys: [q_THN · `kv_b_proj`'s key rows, q_THR]."""
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
         return torch.cat((q_THC, q_THR), dim=-1)
@@ -302,9 +302,9 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return the number of layers, with `index`, that use layer `index`'s choice of keys.
+    """Return how many layers use the same choice of keys as layer `index`, itself included.
 
-    "shared" layers use the choice of the "full" layer before them.
+    A "shared" layer uses the choice of the last "full" layer before it.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")

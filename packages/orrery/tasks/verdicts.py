@@ -57,7 +57,7 @@ class Exact(Record):
 
 
 class Pattern(Record):
-    """The reply contains `pattern`, with the escaped answer for `{answer}`."""
+    """Regex `pattern` matches a part of the reply. The escaped answer replaces `{answer}`."""
 
     kind: Literal["pattern"]
     pattern: str

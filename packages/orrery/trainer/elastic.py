@@ -68,7 +68,7 @@ STANDING: type[tuple[int, str, list[str]]] = tuple[int, str, list[str]]
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """A checkpoint's last round, and the data position after it."""
+    """A checkpoint's last round, and the documents of each data shard that it has trained."""
 
     round: int
     shards: ShardMap

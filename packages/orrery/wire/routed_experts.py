@@ -41,7 +41,10 @@ class RouteShape(NamedTuple):
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model. Missing ids are 255 (uint8) or −1 (int16)."""
+    """Routes that fit the model, in the trainer's dtypes.
+
+    With up to 255 experts, ids are uint8, and 255 if missing. Otherwise int16, and −1 if missing.
+    """
 
     ids: np.ndarray  # [tokens, layers with experts, top_k]
     is_missing: np.ndarray  # bool [tokens]: in at least one layer

@@ -1,11 +1,11 @@
-"""Define the interface of codecs between float32 values and bytes, with native code.
+"""Define the interface of codecs, which turn float32 values into bytes and back.
 
 - Blocks of `block` values are encoded independently.
 - Magnitudes are at most 2^100. Lossy codecs decode blocks below 2^-100 to zeros.
 - Equal values give equal bytes on every host, with or without native code, because each float32
   operation rounds once and sums use integers.
-- `g++` builds native code into `~/.cache/orrery`. Hosts may share this folder, so file names hash
-  the processor's features.
+- Native code runs if `g++` can build it, otherwise numpy. The library is in `~/.cache/orrery`.
+  Hosts may share this folder, so the library's name has a hash of the processor's features.
 """
 
 import ctypes
@@ -36,7 +36,8 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-UNITS = np.float32(2.0**20)  # sums are integers in units of max |x| / 2^20
+# Values are rounded to integers before they are summed. The unit is a block's max |x| / UNITS.
+UNITS = np.float32(2.0**20)
 THREAD_VALUES = 1 << 18  # minimum per thread
 SOURCE = Path(__file__).with_name("native.cpp")
 # Without `-ffp-contract=off`, a fused multiply-add rounds once where numpy rounds twice.

@@ -224,7 +224,8 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        code = self.step.poll()  # before `endings`, which are complete when srun has ended
+        # First, because `endings` reads srun's log, which is complete only after srun has ended.
+        code = self.step.poll()
         ended = self.step.endings()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL

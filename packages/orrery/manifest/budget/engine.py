@@ -3,8 +3,8 @@
 A decode step takes the maximum of memory time and compute time (roofline, arXiv 2402.16363,
 section 3), plus collectives and host work. Prefill takes compute time and collectives.
 
-GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
-`benchmarks/async/memory_h100.json`.
+GRAPH_COPIES, SEQUENCE_S, LAYER_S, EXPERTS_SHARE and PRODUCTS_SHARE are fitted to
+`benchmarks/inference` and `benchmarks/async/memory_h100.json`.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ CONTEXT_BYTES = 700 << 20  # CUDA context and libraries
 NCCL_BYTES = 400 << 20  # NCCL's buffers
 LOGIT_COPIES = 4  # float32 copies of a step's logits
 GRAPH_COPIES = 5  # bytes of CUDA graphs / bytes of their hidden states
-SEQUENCE_S = 19e-6  # host time per sampled token: scheduling, log-probs, response
-LAYER_S = 36e-6  # short kernels and gaps, per layer of a decode step
+SEQUENCE_S = 10e-6  # host time per sampled token: scheduling, log-probs, response
+LAYER_S = 60e-6  # short kernels and gaps, per layer of a decode step
+EXPERTS_SHARE = 0.7  # share of memory bandwidth at which a decode step reads routed experts
 PRODUCTS_SHARE = 0.7  # share of the product rate that prefill reaches
 
 Bytes = dict[str, int]
@@ -162,7 +163,8 @@ def decode_s(
     touched = 1.0
     if (moe := model.moe) is not None:
         touched = 1 - (1 - moe.num_experts_per_token / moe.num_experts) ** tokens
-    read = weights - experts * (1 - touched) + batch * _read_bytes(model, inference, context)
+    read = weights - experts + experts * touched / EXPERTS_SHARE
+    read += batch * _read_bytes(model, inference, context)
     work = 2 * batch * active_parameters(model).total / inference.tensor_parallel
     computing = max(read / rates.memory_bytes, work / rates.dense_flops)
     host = LAYER_S * model.num_layers + SEQUENCE_S * batch

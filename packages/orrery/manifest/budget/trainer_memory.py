@@ -408,7 +408,7 @@ class _StepPlan:
                 self.moment(
                     gradients=gradients - copied,
                     gathered=self.gathered_before(layer),
-                    # A single shard's gradient counts only in `reduction`.
+                    # With one FSDP shard, the unit's gradient counts only in `reduction`.
                     reduction=self.reducing(unit) * (3 if alone else 1),
                     activations=self.activations(layer - 1),
                     again=self.c * hidden,

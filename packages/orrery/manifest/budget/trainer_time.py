@@ -27,7 +27,7 @@ LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
 IDLE_SHARE = 0.015  # idle share of a step
 EAGER = 2.5  # bytes of elementwise operations: eager / compiled
 FORWARD_SHARE = 0.3  # the forward pass's share of computation
-BOTH_WAYS = 0.75  # share of the host link's rate per direction if both are busy
+BOTH_WAYS = 0.75  # share of the host link's rate that each direction has if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 MUON_SHARE = 0.7  # share of the dense rate that Newton-Schulz products reach
 # Shares from benchmarks/trainer/context_rank.json and glm5_rank.json

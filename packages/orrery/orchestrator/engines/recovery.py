@@ -89,7 +89,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             process_control.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        # A slow router must not delay the engine's restart.
+        # Last, because a slow router must not delay the engine's restart.
         await self.dismiss(url)
 
     async def dismiss(self, url: str) -> None:

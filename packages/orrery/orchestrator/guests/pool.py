@@ -52,7 +52,7 @@ from orrery.wire.weight_wire import Published
 
 LEAST = 8  # minimum jobs per site, if enough wait
 TAKE_S = 2.0  # then the run's own engines take a waiting job
-MAX_OWN_CHECKS = 2  # concurrent, once the bounds are known
+MAX_OWN_CHECKS = 2  # concurrent checks of the run's own samples, once `spread` has bounds
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 

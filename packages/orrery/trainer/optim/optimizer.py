@@ -1,9 +1,10 @@
-"""Update weights in buckets (ranges of values) by the rule of their group.
+"""Update weights in buckets (ranges of values). Each group of weights has an update rule.
 
-- State is sharded like its weight. It exists before the first step, so that checkpoints fill it.
+- State is sharded like its weight. It exists before the first step, to be filled by a checkpoint.
 - Offloaded state lies in pinned host memory. A slot is device memory for one bucket's state.
-- `StateStream` copies state to the device during a step's last backward pass, and back during the
-  next step's first micro-batch. `manifest/budget/trainer_memory.py` plans the slots' memory.
+- `StateStream` copies state to the device during a step's last backward pass. After a bucket's
+  update its state is copied back, which the next step's first micro-batch waits for.
+- `manifest/budget/trainer_memory.py` plans the slots' memory.
 """
 
 from collections import deque

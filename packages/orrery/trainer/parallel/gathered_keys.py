@@ -25,9 +25,10 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """Rows of the all-gathered keys that this rank's queries read.
 
-    Row r·t + i is the key of token i of rank r. If keys stay latent, both pieces read one copy of
-    all keys. Otherwise, each piece reads a copy of its document's prefix. No copy has a row twice,
-    as `begin_back` requires.
+    Row r·t + i is the key of token i of rank r. A rank has an early and a late piece of each
+    document. If keys stay latent, both pieces read one copy of all keys. Otherwise, each piece
+    reads its own copy of the document's keys, up to the piece's end. A copy has no row twice,
+    because `begin_back` would lose a gradient.
     """
 
     row: Tensor  # i64 [K], rows of the all-gathered keys

@@ -1,8 +1,8 @@
-"""Send weight slices from trainer to engine ranks: both ends of a direct wire.
+"""Send weight slices directly from trainer ranks to engine ranks.
 
-- Trainer: `publish` announces a version, and a thread sends it on request. `settle` must precede
-  the optimizer step.
-- Engine: `receive` yields a version round by round.
+- Trainer: `publish` announces a version, and a thread sends it on request. `settle` withdraws the
+  version. It must be called before the optimizer step changes the weights.
+- Engine: `receive` yields a version's slices in rounds.
 """
 
 import contextlib
