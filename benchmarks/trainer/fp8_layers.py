@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -327,11 +326,11 @@ def quantization_variants() -> Iterator[str]:
     """Set each variant of the quantization kernel and yield its name. At the end, reset it."""
     from orrery.kernels.fp8 import quantize_triton as kernels
 
-    before = kernels.NUM_WARPS, kernels.SIDE
-    for variant in product((4, 8), (32, 64, 128)):
-        kernels.NUM_WARPS, kernels.SIDE = variant
-        yield f"{kernels.NUM_WARPS} warps, {kernels.SIDE} in registers"
-    kernels.NUM_WARPS, kernels.SIDE = before
+    before = kernels.ROWS, kernels.COLUMNS
+    for variant in ((16, 4), (32, 4), (64, 4), (64, 8), (128, 4)):
+        kernels.ROWS = kernels.COLUMNS = variant
+        yield f"{variant[0]} rows or columns, {variant[1]} warps"
+    kernels.ROWS, kernels.COLUMNS = before
 
 
 def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:

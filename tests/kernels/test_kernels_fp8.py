@@ -328,7 +328,8 @@ def test_triton_places_values_and_scales_as_the_reference(groups, side, monkeypa
     """With exact numbers, because Triton's interpreter does not round to e4m3 correctly."""
     from orrery.kernels.fp8 import quantize_triton
 
-    monkeypatch.setattr(quantize_triton, "SIDE", side)
+    for name in ("ROWS", "COLUMNS"):
+        monkeypatch.setattr(quantize_triton, name, (side, 4))
     x, weight = exact(512, 256), exact(2, 256, 384)
     on_device = None if groups is None else RowGroups(*(each.to(DEVICE) for each in groups))
     found = quantize_triton.quantize(x, on_device, True, True)
@@ -360,7 +361,8 @@ def test_triton_places_values_and_scales_as_the_reference(groups, side, monkeypa
 def test_triton_permutes_and_activates_rows_as_the_reference(source, side, monkeypatch):
     from orrery.kernels.fp8 import quantize_triton
 
-    monkeypatch.setattr(quantize_triton, "SIDE", side)
+    for name in ("ROWS", "COLUMNS"):
+        monkeypatch.setattr(quantize_triton, name, (side, 4))
     groups = RowGroups(*(each.to(DEVICE) for each in GROUPS))
     x, sources = exact(512, 256), {}
     if source == "tokens":

@@ -1,4 +1,4 @@
-"""Triton kernels of FP8 quantization, one program per 128 × 128 tile.
+"""Triton kernels of FP8 quantization. Each program quantizes a part of a 128 × 128 tile.
 
 As in vLLM, activation rows are divided by their scales with correct rounding (Markstein 1990,
 theorem 8.3), and weights are multiplied by approximate reciprocals.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
-NUM_WARPS = 4
-SIDE = 128
+# Rows or columns of a tile per program, and warps: half for columns without an activation
+ROWS, COLUMNS = (32, 4), (64, 4)
 
 
 def quantize(
@@ -38,7 +38,10 @@ def quantize(
     # One launch for rows and columns would be slower, and ptxas 12.8 miscompiles it.
     wanted = [flag for flag in (True, False) if (has_rows if flag else has_columns)]
     for with_rows in wanted if num_rows and width else ():
-        _quantize[(num_tiles, num_blocks)](
+        side, num_warps = ROWS if with_rows else COLUMNS
+        if not with_rows and score_M is None:
+            num_warps //= 2
+        _quantize[(num_tiles, num_blocks * (BLOCK // side))](
             x,
             value,
             scale,
@@ -56,8 +59,8 @@ def quantize(
             IS_GROUPED=groups is not None,
             HAS_ROWS=with_rows,
             HAS_COLUMNS=not with_rows,
-            SIDE=SIDE,
-            num_warps=NUM_WARPS,
+            SIDE=side,
+            num_warps=num_warps,
         )
     return value, scale.T[:num_rows], value_t, scale_t
 
@@ -100,61 +103,46 @@ def _quantize(
     SIDE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1).to(tl.int64)
+    block = (tl.program_id(1) // (128 // SIDE)).to(tl.int64)
+    some = tl.program_id(1) % (128 // SIDE) * SIDE + tl.arange(0, SIDE)
+    here = tl.arange(0, 128)
     start = tile * 0
     if IS_GROUPED:
         num_real = tl.load(tiles + tile * 3)
-        start += tl.load(tiles + tile * 3 + 1)
-        length = tl.load(tiles + tile * 3 + 2)
+        start += tl.multiple_of(tl.load(tiles + tile * 3 + 1), 128)
+        length = tl.multiple_of(tl.load(tiles + tile * 3 + 2), 128)
     else:
         num_real = tl.minimum(num_rows - tile * 128, 128).to(tl.int32)
     if num_real >= 0:
-        here = tl.arange(0, 128)
         if HAS_ROWS:
-            for begin in tl.static_range(0, 128, SIDE):
-                row = begin + tl.arange(0, SIDE)
-                loaded = _tile(
-                    x, token, score, tile, block, row, here, num_real, width, HAS_TOKENS, HAS_SCORES
-                )
-                number = loaded.to(tl.float32)
-                top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
-                unit = tl.div_rn(top, tl.full([SIDE], 448.0, tl.float32))
-                inverse = tl.broadcast_to(_inverse(unit, SIDE)[:, None], (SIDE, 128))
-                divisor = tl.broadcast_to(unit[:, None], (SIDE, 128))
-                ratio = number * inverse
-                ratio = tl.fma(tl.fma(-divisor, ratio, number), inverse, ratio)
-                ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
-                is_row = row < num_rows - tile * 128
-                first = tile * 128 * width + block * 128
-                offset = row[:, None] * width + here[None, :]
-                rounded = ratio.to(value.dtype.element_ty)
-                tl.store(value + first + offset, rounded, mask=is_row[:, None])
-                tl.store(scale + block * rows_stride + tile * 128 + row, unit, mask=is_row)
+            loaded = _tile(
+                x, token, score, tile, block, some, here, num_real, width, HAS_TOKENS, HAS_SCORES
+            )
+            number = loaded.to(tl.float32)
+            top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
+            unit = tl.div_rn(top, tl.full([SIDE], 448.0, tl.float32))
+            inverse = tl.broadcast_to(_inverse(unit, SIDE)[:, None], (SIDE, 128))
+            divisor = tl.broadcast_to(unit[:, None], (SIDE, 128))
+            ratio = number * inverse
+            ratio = tl.fma(tl.fma(-divisor, ratio, number), inverse, ratio)
+            is_row = some < num_rows - tile * 128
+            first = tile * 128 * width + block * 128
+            offset = some[:, None] * width + here[None, :]
+            rounded = ratio.to(value.dtype.element_ty)
+            tl.store(value + first + offset, rounded, mask=is_row[:, None])
+            tl.store(scale + block * rows_stride + tile * 128 + some, unit, mask=is_row)
         if HAS_COLUMNS:
-            for begin in tl.static_range(0, 128, SIDE):
-                column = begin + tl.arange(0, SIDE)
-                loaded = _tile(
-                    x,
-                    token,
-                    score,
-                    tile,
-                    block,
-                    here,
-                    column,
-                    num_real,
-                    width,
-                    HAS_TOKENS,
-                    HAS_SCORES,
-                )
-                number = tl.trans(loaded).to(tl.float32)
-                top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
-                unit = top * 0.002232142857142857
-                ratio = number * tl.broadcast_to(_inverse(unit, SIDE)[:, None], (SIDE, 128))
-                ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
-                first_t = start * width + block * 128 * length + tile * 128 - start
-                offset_t = column[:, None] * length + here[None, :]
-                tl.store(value_t + first_t + offset_t, ratio.to(value_t.dtype.element_ty))
-                tl.store(scale_t + tile * width + block * 128 + column, unit)
+            loaded = _tile(
+                x, token, score, tile, block, here, some, num_real, width, HAS_TOKENS, HAS_SCORES
+            )
+            number = tl.trans(loaded).to(tl.float32)
+            top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
+            unit = top * 0.002232142857142857
+            ratio = number * tl.broadcast_to(_inverse(unit, SIDE)[:, None], (SIDE, 128))
+            first_t = start * width + block * 128 * length + tile * 128 - start
+            offset_t = some[:, None] * length + here[None, :]
+            tl.store(value_t + first_t + offset_t, ratio.to(value_t.dtype.element_ty))
+            tl.store(scale_t + tile * width + block * 128 + some, unit)
 
 
 @triton.jit
