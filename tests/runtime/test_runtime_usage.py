@@ -125,7 +125,7 @@ def test_a_row_that_cannot_be_written_is_said_once_and_the_next_ones_come(
     usage.stop()
     assert len(found) >= 3 and len({row["time_s"] for row in found}) == len(found)
     assert [record.message for record in caplog.records] == [
-        f"use of processor and memory cannot be written ({os.strerror(errno.ESTALE)}); tried again"
+        f"CPU and memory use cannot be written ({os.strerror(errno.ESTALE)}); trying again"
     ]
     metrics.close()
 

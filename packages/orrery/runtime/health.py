@@ -35,7 +35,8 @@ HANG_S = 90.0  # maximum time between heartbeats. NFS may delay them by a minute
 class Wait:
     """A wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: time without progress of the role, after which this rank is late (`hang_detector`).
+    `behind_s`: this rank is late if no rank of its role made progress for that time
+    (`hang_detector`).
     """
 
     what: str
@@ -293,7 +294,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats. Without them, the launcher ends the process."""
+    """Write event-loop heartbeats. If the loop hangs, the launcher ends the process."""
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield

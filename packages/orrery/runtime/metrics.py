@@ -75,7 +75,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk stores part of it
+            while line:  # a full disk may store only a part of the line
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -236,7 +236,7 @@ class Stat:
 
 
 def parse_stat(stat: str) -> Stat:
-    """Parse /proc/<pid>/stat. Names may contain spaces and brackets."""
+    """Parse /proc/<pid>/stat. Its process name may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
@@ -296,7 +296,7 @@ class UsageRows:
             except OSError as error:
                 if not has_failed:
                     log.warning(
-                        "use of processor and memory cannot be written (%s); tried again",
+                        "CPU and memory use cannot be written (%s); trying again",
                         explain_os_error(error),
                     )
                 has_failed = True

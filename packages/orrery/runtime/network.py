@@ -1,8 +1,9 @@
 """Find a role's address and ports, and authenticate callers with the run's secret token.
 
 - Roles listen on one interface: ORRERY_INTERFACE, by default loopback.
-- Environment variables and arguments never contain the token. A process with it hides its memory.
-- ORRERY_TOKEN_FILE is `-` for standard input, or a file, such as a Kubernetes secret.
+- Environment variables and arguments never contain the token. A process with the token hides its
+  memory.
+- ORRERY_TOKEN_FILE is `-` for standard input, or names a file, such as a Kubernetes secret.
 - Each request carries a credential for one `Purpose`, derived from the token.
 """
 
@@ -58,11 +59,11 @@ def address() -> str:
 
 def name_interface() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=" demands equality
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=": the full name, no prefix
 
 
 def name_ucx_devices() -> None:
-    """Set UCX_NET_DEVICES, unless set, to `interface()` and all RDMA ports."""
+    """Set UCX_NET_DEVICES to `interface()` and all RDMA ports, unless it is set already."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 

@@ -1,7 +1,7 @@
 """Isolate processes, end them after their parent, preempt a stage, and kill engines.
 
 - Orphans: a role polls its parent (`ParentWatch`), and kills its own process group when the parent
-  ends. Other programs need `preexec_fn=die_with_parent`.
+  ends. Programs that poll no parent are started with `preexec_fn=die_with_parent`.
 - Preemption: near the job's time limit, the launcher writes `stages/<stage>/wind_down`. The
   orchestrator then stops all trainer ranks at one step.
 - Fence: for an unresponsive engine, the orchestrator writes
@@ -20,7 +20,7 @@ from pathlib import Path
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import fence_dir, request_path
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # parent's pid, 0 if unknown
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # variable with the parent's pid, 0 if unknown
 START = "ORRERY_START"
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
@@ -78,7 +78,7 @@ class ParentWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
         self.is_launched = LAUNCHER_PID in os.environ
-        # Remove the variable: children must watch this process, not the launcher.
+        # Remove the variable, because child roles must watch this process, not the launcher.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)

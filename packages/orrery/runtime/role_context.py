@@ -1,8 +1,8 @@
 """Run a role's process: its command line, logs, signals and exit code.
 
-- `OrreryError` prints `error: …` and exits with its code, `Preempted` with EXIT_PREEMPTED. Other
-  exceptions, even `SystemExit(0)`, print a traceback and exit with 1.
-- SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
+- `OrreryError` prints `error: …` and exits with its code. `Preempted` exits with EXIT_PREEMPTED.
+- SIGTERM raises `Terminated` in the main thread, so `finally` blocks run. The exit code is 143.
+- Other exceptions, even `SystemExit(0)`, print a traceback and exit with 1.
 - SIGUSR1 writes all threads' stacks to stderr.
 - A process's incarnation is its number of restarts.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
-STDERR = 2  # `sys.stderr` may lack a file descriptor
+STDERR = 2  # a number, because `sys.stderr` may lack a file descriptor
 PROGRAM_S = 60.0
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
@@ -195,7 +195,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
-    """At SIGUSR1, write stacks and run `answer` in a thread. Call this in the main thread."""
+    """Let SIGUSR1 write stacks and run `answer` in a thread. Call this in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -1,10 +1,10 @@
 """Name the paths of a run's directory, and manage its layout, attempts and checkpoints.
 
-- Runs of another LAYOUT are refused, not migrated.
-- Every start of a run is an attempt. An exclusive mkdir of `attempts/<k>/` begins it, so launchers
-  never share one.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so older processes never change
-  newer checkpoints.
+- A run whose layout file differs from LAYOUT is refused, not migrated.
+- Every start of a stage is an attempt k of the run. An exclusive mkdir of `attempts/<k>/` begins
+  it, so launchers never share an attempt.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so processes of an old attempt
+  never change a newer attempt's checkpoints.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from orrery.manifest.publish import make_folder, sync, write_atomic
 LAYOUT = 2
 LAYOUT_FILE = "layout"
 ATTEMPTS = "attempts"
-COMPLETE = "COMPLETE"  # marks a complete checkpoint
+COMPLETE = "COMPLETE"  # file that marks a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
 SITE_FILE = "site.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # the run that this run continues (`orrery adopt`)
+ADOPTED = "adopted.json"  # names the run that this run continues (`orrery adopt`)
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -41,11 +41,11 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    return stage_dir(run_dir, stage) / "DONE"  # the stage writes it last
+    return stage_dir(run_dir, stage) / "DONE"  # the launcher writes this file last
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file of verified inputs, {path: sha256}."""
+    """Return the path of the file with the digest of each verified input, by path."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -62,7 +62,7 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of kill requests `<process>.<attempt>.<restart number>`."""
+    """Return the folder of kill requests, files `<process>.<attempt>.<restart number>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
@@ -215,10 +215,10 @@ def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
 # Shared memory and scratch folders
 
 SHARED_MEMORY = Path("/dev/shm")
-ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
+ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (for a container: --shm-size)"
 
 
-# environment variable: fsspec URL for checkpoint copies
+# environment variable with the fsspec URL of the checkpoint copies
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -235,7 +235,7 @@ def memory_prefix(run_dir: Path) -> str:
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of checkpoint copies in /dev/shm, which stay until saved to disk."""
+    """Return the prefix of checkpoint copies in /dev/shm. Copies stay until saved to disk."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -244,7 +244,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove files `*name*` in /dev/shm, and return their paths. Close them first."""
+    """Remove files `*name*` in /dev/shm, and return their paths. Callers close files first."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -258,8 +258,8 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    A new run in this folder gets another prefix, because it repeats the policy versions in cache
-    keys.
+    A new run in the same folder gets another prefix, because its cache keys (policy versions)
+    repeat the old run's.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -271,7 +271,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the prefix of engines' socket folders. Socket paths have at most 107 bytes."""
+    """Return the short prefix of engines' socket folders. Socket paths have at most 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

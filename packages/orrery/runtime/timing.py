@@ -7,7 +7,7 @@ from orrery.manifest.errors import OrreryError
 
 SCALE = "ORRERY_DEADLINE_SCALE"
 LONGEST_S = 60.0
-HAND_OVER_S = 30.0  # maximum time for a leaving site to hand over etcd
+HAND_OVER_S = 30.0  # maximum time for a site to leave the etcd cluster
 SHARE_OF_AGE = 1e-3
 
 
@@ -20,7 +20,7 @@ def scaled(seconds: float) -> float:
     if not (math.isfinite(scale) and scale > 0):
         raise OrreryError(
             f"{SCALE}: {text!r} is not a positive number; set [roles] deadline_scale in the site "
-            f"file to one, such as 1.0"
+            f"file to a number such as 1.0"
         )
     return seconds * scale
 
@@ -38,7 +38,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:
             return False
-        # Count from the due time, because a row may come early.
+        # Add the period to the due time, because this row may be early.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 
