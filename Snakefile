@@ -1,6 +1,6 @@
 # The pipeline init → sft → rl → evaluate → report of all checked-in runs. A stage is a job. A target is a run, or all runs of a spec file:
 #     snakemake --profile local reverse_text        snakemake --profile slurm reverse_text_seeds        snakemake --profile slurm -n glm5_run
-# A stage is done when its file DONE exists. A folder's name contains the manifest's hash, so an edited spec makes a new run.
+# A stage is done when its file DONE exists. A run folder's name contains the manifest's hash, so an edited spec makes a new run.
 # No rule has a `log`, because Snakemake would remove the log of earlier attempts.
 import sys
 

@@ -1,7 +1,7 @@
-# The images that roles run in, each built when its recipe has no image yet:
+# Build the images that roles run in, unless an image of the same recipe exists:
 #     snakemake -s pipelines/images.smk --cores all cpu        (or: cuda; one image: trainer_cpu)
 #     snakemake -s pipelines/images.smk --cores all lock_cpu   (the same, then writes containers/images.lock)
-# TMPDIR says where the work is done (a memory file system is much faster), --config images=FOLDER where the images go.
+# TMPDIR names the folder to work in (a memory file system is much faster). --config images=FOLDER names the folder for the images.
 import sys
 
 from orrery.launcher.containers import IMAGES, record_path

@@ -39,7 +39,7 @@ NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try
 AWAY = re.compile(NO_ANSWER, re.IGNORECASE)
 LOST_S = 120.0  # maximum wait until Slurm requeues a job of a lost node
 ENDING_S, ENDING_POLL_S = 300.0, 2.0  # maximum wait for Slurm to clean up an earlier job
-UNKNOWN_S = 300.0  # maximum time of an unknown state, because accounting may be late
+UNKNOWN_S = 300.0  # maximum wait for a missing job state, because accounting may be late
 TOO_LITTLE_BYTES = 64 << 10  # with less free space, an empty log means a full disk
 
 common_settings = CommonSettings(
@@ -114,7 +114,7 @@ class Executor(RemoteExecutor):
     def _earlier_job(self, run_dir: Path, stage: str) -> queue.SlurmJob | None:
         """Return the stage's job that waits or runs, or None.
 
-        Wait while the only job is COMPLETING, because Slurm then forgets or requeues it.
+        Wait while the only job is COMPLETING, because Slurm will forget or requeue it.
         """
         limit_s, is_told = time.monotonic() + ENDING_S, False
         while True:

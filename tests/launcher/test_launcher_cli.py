@@ -785,7 +785,7 @@ def test_a_group_shows_every_run(checkout, capsys):
         for name in names
         for line in (
             f"{name}: held-out reward 0.9",
-            f"weights: `orrery export {name}` writes those of its newest checkpoint",
+            f"weights: `orrery export {name}` writes the weights of its newest checkpoint",
         )
     ]
     assert orrery(capsys, "status", "reverse_text_seeds")[1].count("not started") == 3

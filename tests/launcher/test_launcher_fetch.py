@@ -252,7 +252,7 @@ def test_a_base_model_is_fetched_with_a_chat_template_of_the_user(place, own, tm
         assert code == 0, err
     assert (place.root / FOLDER / "chat_template.jinja").read_text() == plain.read_text()
     code, _, err = place.orrery("fetch", "model", NAME, "--chat-template", str(own / "README.md"))
-    assert code == 2 and "was fetched with another. Move weights/Tiny-0.1B away" in err
+    assert code == 2 and "was fetched with another template. Move weights/Tiny-0.1B away" in err
 
 
 def test_pickles_are_refused(place, own, tmp_path):

@@ -74,12 +74,12 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-JOIN_HELP = "The --listen of any site that runs. The first site names its own."
-LISTEN_HELP = "This site's address, and the first of its ports. Without it the site only dials."
+JOIN_HELP = "The --listen address of any site that runs. The first site names its own address."
+LISTEN_HELP = "This site's address and the first of its ports. Without it: only dial other sites."
 REWIND_HELP = "If no site runs, take the run back to the round of this site's checkpoint."
 CERTIFICATES_HELP = "The folder of authority.pem, NAME.pem and NAME.key."
 NAME_HELP = "This site's name, as in its certificate."
-SHARD_HELP = "The shard of the data to train. Without it: the lowest free shard."
+SHARD_HELP = "The shard of the data to train on. Without it: the lowest free shard."
 
 
 @app.command()
@@ -108,8 +108,8 @@ def join(
     run(word, stage)
 
 
-DOOR_HELP = "The site that trains: its --listen in `orrery join`."
-BLOCKS_HELP = "Where this site serves weights to other sites. Without it, it serves none."
+DOOR_HELP = "The --listen address that the training site gave to `orrery join`."
+BLOCKS_HELP = "The address at which to serve weights to other sites. Without it: serve none."
 
 
 @app.command()
@@ -149,9 +149,9 @@ def adopt(
 
 
 PLAN_STAGE_HELP = "One stage, with its srun lines. Without it: all stages."
-TOKENS_HELP = "Mean tokens of a rollout, prompt included. Default: a quarter of the longest."
-SEARCH_HELP = "Print instead the three fastest layouts of trainer and engines that fit."
-JSON_HELP = "Print memory and time as JSON instead."
+TOKENS_HELP = "Mean tokens of a rollout, prompt included. Default: a quarter of the maximum."
+SEARCH_HELP = "Print only the three fastest layouts of trainer and of engines that fit in memory."
+JSON_HELP = "Print only memory and time, as JSON."
 WRITE_HELP = "Write the manifest and each stage's submission script into this new folder."
 
 
@@ -470,9 +470,9 @@ def bench(
 
 FETCH_HELP = """Fetch a model or a dataset from the Hugging Face hub, at one commit.
 
-Every file's digest is checked. Finished files stay in the hub's cache, so the same command goes on
-after a failure. HF_TOKEN (gated repositories), HF_ENDPOINT (a mirror), HF_HOME (the cache),
-HF_HUB_OFFLINE=1 (the cache alone), HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT and the other
+Every file's digest is checked. Finished files stay in the hub's cache, so after a failure the same
+command goes on. HF_TOKEN (gated repositories), HF_ENDPOINT (a mirror), HF_HOME (the cache),
+HF_HUB_OFFLINE=1 (use only the cache), HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT and the other
 variables of huggingface_hub apply. HF_HUB_DISABLE_XET=0 downloads by Xet in place of HTTP.
 """
 REPOSITORY = "OWNER/NAME[@REVISION]"
@@ -507,7 +507,7 @@ def fetch_model(
 SHARD_FILES_HELP = (
     "Fetch only the files of one site: shard K of N, K from 0. Without it: all files."
 )
-CONFIG_HELP = "A part of the dataset, such as main of openai/gsm8k. Without it: the only one."
+CONFIG_HELP = "A part of the dataset, such as main of openai/gsm8k. Without it: the only part."
 
 
 @fetch.command("dataset")
@@ -522,8 +522,9 @@ def fetch_dataset(
 
     Fetch JSONL, JSON, CSV, Parquet and Arrow files, never code.
 
-    With --shard K/N, fetch every N-th file of the split train (or of the first split, without
-    train), and all other splits. The same command with another K adds that shard.
+    With --shard K/N, fetch every N-th file of the split train from file K on, and all other splits.
+    Without a split train, the first split is sharded. The same command with another K adds that
+    shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace

@@ -2,7 +2,7 @@
 
 - Images have packages, not Orrery's code. `containers/images.lock` lists their sha256 and `recipe`
   (digest of source files).
-- The command omits `--contain`, which hides /dev/shm and InfiniBand.
+- `--contain` is left out, because it hides /dev/shm and InfiniBand.
 - Environment variables pass as APPTAINERENV_*, because other users can read command lines.
 """
 
@@ -75,7 +75,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. By its digest, Snakemake detects a rebuilt image."""
+    """Return the image's file name. The digest in it tells builds apart."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -120,7 +120,7 @@ def find_image(
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the path of a built image's digests. Delete it if the image is missing."""
+    """Return the path of a built image's record. Delete the record if the image is missing."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():
@@ -165,7 +165,7 @@ def apptainer(
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    """Return the command to run `argv`. `folders`: host folders mounted at /tmp and KERNELS."""
+    """Return the command that runs `argv`. `folders`: host folders to mount at /tmp and KERNELS."""
     scratch, kernels = folders
     binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", f"{kernels}:{KERNELS}"]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]

@@ -80,7 +80,7 @@ def _python() -> Finding:
 def _cores() -> Finding:
     count, remedy = len(os.sched_getaffinity(0)), ""
     if count < 2:
-        remedy = "give it 2 cores: trainer and engine share one here, and runs take twice as long"
+        remedy = "use 2 cores: trainer and engine share a core here, so runs take twice as long"
     return Finding("cores", str(count), remedy, is_required=False)
 
 
@@ -286,7 +286,8 @@ def judge_images(images: Mapping[str, Path | str], site: Site) -> list[Finding]:
         return [Finding("containers", told, remedy, False)]
     if not images:
         remedy = (
-            "check it out again, or type `snakemake -s pipelines/images.smk --cores all lock_cpu`"
+            f"check {LOCK} out again, or type "
+            "`snakemake -s pipelines/images.smk --cores all lock_cpu`"
         )
         return [Finding("images", f"{LOCK} names none", remedy)]
     errors: dict[str, list[str]] = {}
@@ -310,7 +311,7 @@ def _probe(
     assert slurm is not None
     idle = [node for node in nodes if node.state == "idle"][:PROBED]
     if not idle:
-        remedy = "type `orrery doctor` again when a node is idle; `--no-probe` checks all else now"
+        remedy = "type `orrery doctor` when a node is idle; `--no-probe` leaves out this check"
         return [Finding("probe", "no node is idle now", remedy, is_required=False)]
     gpus = min(node.num_gpus(slurm.gpu_type) for node in idle)
     word = secrets.token_hex(4)

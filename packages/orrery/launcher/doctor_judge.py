@@ -182,7 +182,8 @@ def judge_no_probe(answer: Answer) -> Finding:
     busy = r"unable to allocate|immediate|busy|unavailable"
     if answer.code is None or re.search(busy, said, re.IGNORECASE):
         remedy = (
-            "type `orrery doctor` again when the queue is shorter; `--no-probe` checks all else"
+            "type `orrery doctor` again when the queue is shorter; `--no-probe` leaves out "
+            "this check"
         )
         told = f"its job did not start within {START_S} s ({said})"
         return Finding("probe", told, remedy, is_required=False)
@@ -365,10 +366,10 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
     versions = sorted({version for lines in drivers.values() for version in lines})
     good = ", ".join(versions)
     if len(versions) > 1:
-        remedy = "let every node have the same one: results may differ"
+        remedy = "install the same driver on all nodes, because results may differ"
         found.append(Finding("driver", good, remedy, is_required=False))
     else:
-        remedy = "install it on these nodes; runs on CPUs go without"
+        remedy = "install a driver on these nodes; runs on CPUs need none"
         found.append(over_nodes("driver", good, silent, remedy, is_required=False))
     fewer = {
         node: f"{len(lines)} of {gpus} answer"
@@ -451,7 +452,7 @@ def _image_remedy(probes: Sequence[Probe], bad: Mapping[str, str]) -> str:
         )
     if not all(one["fuse"] for one in shown):
         return "let users open /dev/fuse on these nodes: `chmod 666 /dev/fuse`"
-    return "type the same there to see more: `apptainer exec IMAGE true`"
+    return "type `apptainer exec IMAGE true` there to see more"
 
 
 def judge_space(what: str, free_bytes: Mapping[str, int | None], enough_gib: int) -> Finding:

@@ -195,7 +195,7 @@ def meet(found, options, rank, size):
 def take_turns(found, folder, rank, wait_s):
     """Test file locks between nodes: rank 0 holds a lock that other ranks try to take.
 
-    Return its file descriptor on rank 0, None on others.
+    Return the lock's file descriptor on rank 0, and None on other ranks.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))

@@ -110,7 +110,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make processes write stacks and torch flight recorder files. Return where these are."""
+    """Make processes write stacks and torch flight recorder files. Return a text with their paths."""
     for process in stage.processes:
         if process.name in stage.health:  # SIGUSR1 kills a process without a health file
             process.signal(signal.SIGUSR1)
@@ -204,7 +204,7 @@ class Restarts:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return the reason to refuse a restart, "" if `most` is 0. Otherwise count the restart."""
+        """Return why a restart is refused ("" if `most` is 0), or count it and return None."""
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
         self._failed_starts[name] = 0 if has_served else self._failed_starts[name] + 1

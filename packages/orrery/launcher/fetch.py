@@ -73,7 +73,8 @@ def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -
     else:
         if text is not None and not _is_text(target / TEMPLATE, text):
             raise OrreryError(
-                f"--chat-template {template}: {path} was fetched with another. Move {path} away"
+                f"--chat-template {template}: {path} was fetched with another template. "
+                f"Move {path} away"
             )
         tokenizer = _ask("orrery.tasks.check", "--tokenizer", str(target))
         found = _examine(target, path, source, tokenizer)
@@ -174,8 +175,8 @@ def fetch_dataset(
 ) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines to print.
 
-    `config`: such as `main` of openai/gsm8k, or None for the only one. `shard_word`: K/N, or None
-    for all files.
+    `config`: such as `main` of openai/gsm8k, or None for the only config. `shard_word`: K/N, or
+    None for all files.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))

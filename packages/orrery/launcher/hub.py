@@ -1,6 +1,6 @@
 """Download files of a Hugging Face repository at one commit, and verify their digests.
 
-`huggingface_hub` checks only sizes.
+`huggingface_hub` itself checks only sizes.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class HubRepository:
 
 
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
-    """Resolve OWNER/NAME[@REVISION] to a commit and list its files, or raise OrreryError.
+    """Resolve OWNER/NAME[@REVISION] to a commit and list its files.
 
     With `HF_HUB_OFFLINE`, the hub's cache must have the files of `patterns`.
     """
@@ -99,8 +99,7 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
     """Download `names` into `folder` and verify them. Return paths by name.
 
-    Large files become hard links if the hub's cache is on the same disk. Raise OrreryError if the
-    hub refuses, the disk is too small, or a digest differs.
+    Large files become hard links if the hub's cache is on the same disk.
     """
     names = sorted(names)
     _check_disk(source, names, folder)

@@ -274,7 +274,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], dict[str, str]]:
         except OrreryError as error:
             file, said = workspace.shown(path), str(error)
             broken[path.stem] = said if said.startswith(file) else f"{file}: {said}"
-    if not broken:  # each file alone renders: two files define one run
+    if not broken:  # each file renders alone, so two files define one run
         raise first
     return render_all(workspace, whole), broken
 

@@ -2,7 +2,8 @@
 
 - The process leads a session, so Ctrl-C does not reach it.
 - SIGTERM goes only to the process itself, because an engine ends its workers in order.
-- Trainers and engines are pinned to adjacent cores. In a stage with both, each kind gets half.
+- Trainers and engines are pinned to adjacent cores. In a stage with both, each kind gets half of
+  the cores.
 """
 
 import os
@@ -37,7 +38,7 @@ def require(word: str, *packages: str) -> None:
     if lacks := [name for name in packages if find_spec(name) is None]:
         raise OrreryError(
             f"{word}: this Python lacks {', '.join(lacks)}. Type `make setup`, or run this command "
-            "where it is installed"
+            "with a Python that has them"
         )
 
 

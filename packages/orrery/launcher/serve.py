@@ -91,7 +91,7 @@ def folder_of(word: str, workspace: Workspace) -> Path:
         return folder
     remedy = f"type `{resume_command(run, 'rl', workspace)}` to train it"
     if whole_checkpoints(run.path):
-        remedy = f"type `orrery export {word}` to write those of its newest checkpoint"
+        remedy = f"type `orrery export {word}` to write the weights of its newest checkpoint"
     raise OrreryError(f"{run.path.name}: no weights of RL yet; {remedy}")
 
 
@@ -109,15 +109,15 @@ def exported(run: Run) -> Path | None:
 def summary_line(word: str, run: Run) -> str:
     folder = exported(run)
     if folder is None:
-        return f"weights: `orrery export {word}` writes those of its newest checkpoint"
+        return f"weights: `orrery export {word}` writes the weights of its newest checkpoint"
     return f"weights: {folder}; type `orrery serve {word}` to serve them"
 
 
 def check_folder(folder: Path) -> Path:
     if not (folder / CONFIG).is_file():
         raise OrreryError(
-            f"{folder}: no {CONFIG}, so no Hugging Face folder. Name one that a run or "
-            "`orrery export RUN` wrote"
+            f"{folder}: no {CONFIG}, so no Hugging Face folder. Name a folder that a run "
+            "or `orrery export RUN` wrote"
         )
     remedy = "copy the folder again"
     if not read_object(folder / CONFIG, remedy).get("architectures"):
@@ -137,7 +137,7 @@ def check_port(port: int) -> None:
             [free] = network.free_ports(1, host)
             why = error.strerror or str(error)
             raise OrreryError(
-                f"--port {port}: {host} does not give it ({why}). Type `--port {free}`"
+                f"--port {port}: it cannot be opened on {host} ({why}). Type `--port {free}`"
             ) from None
 
 
@@ -259,10 +259,7 @@ AGENT = ProcessPlan("orchestrator", 0, "orrery.orchestrator.guests.lend", 0, "it
 def lend(
     word: str, address: str, listen: str, name: str, certificates: Path, workspace: Workspace
 ) -> int:
-    """Lend an engine until the run ends or a signal arrives. Return the exit code.
-
-    Raise OrreryError if the manifest does not set `orchestrator.guests`.
-    """
+    """Lend an engine until the run ends or a signal arrives. Return the exit code."""
     run = find(word, workspace)
     if run.manifest.orchestrator.guests is None:
         raise OrreryError(
@@ -342,7 +339,7 @@ def _await_run_end(processes: list[Process], run_dir: Path, interrupts: Interrup
 
 # Export
 
-# $1 is the host folder of the container's /tmp, removed afterwards
+# $1: the host folder mounted at the container's /tmp. The trap removes it.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000
 

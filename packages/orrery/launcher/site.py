@@ -42,7 +42,7 @@ RESERVED = set(
 
 
 def is_reserved(option: str) -> bool:
-    """Return whether an sbatch option is reserved, also as `-px`, `-vpx` or prefix (`--part=x`)."""
+    """Return whether an sbatch option is reserved, such as `-px`, `-vpx` or `--part=x`."""
     if found := re.match(r"--(\w[\w-]*)", option):
         return any(len(one) > 1 and one.startswith(found[1]) for one in RESERVED)
     found = re.match(r"-[IkOQsuvV]*(\w)", option)  # these letters take no value
@@ -209,7 +209,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # Report a misspelt key first, because it also makes a key missing.
+    # Report a misspelt key first, because the correct key is then missing too.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

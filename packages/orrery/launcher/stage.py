@@ -171,7 +171,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # After a rank exits with EXIT_PREEMPTED, Slurm kills the others.
+        # After a rank exits with EXIT_PREEMPTED, Slurm kills the other ranks.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -227,7 +227,7 @@ class Preemption:
     def poll(self) -> Outcome | None:
         """Request a checkpoint if preemption is due.
 
-        Return the outcome at the stage's end or the deadline, or None before.
+        Return the outcome once the stage has ended or is out of time. Before, return None.
         """
         stage = self.stage
         if not stage.is_preempted:
@@ -378,7 +378,7 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
     """Save checkpoint copies that ended trainers left in shared memory.
 
-    Then upload the newest checkpoint to `target`, unless "".
+    Then upload the newest checkpoint to `target`, unless `target` is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
     # Rank 0's copy comes last, because its save waits for other ranks.

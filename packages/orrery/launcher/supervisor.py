@@ -91,7 +91,7 @@ HUNG_S = 5.0  # maximum wait for a failed process to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SITE_END_S = STOPPED_END_S + HAND_OVER_S  # grace period of a run over several sites
 SAVES_S = 3.0  # delay until a message about unsaved checkpoints
-RESTART_LOCK_S = 90.0  # maximum wait for a lost node's lock
+RESTART_LOCK_S = 90.0  # maximum wait for the lock of a launcher whose node was lost
 
 
 def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
@@ -107,7 +107,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     elif stage_plan.num_nodes > 1:
         raise OrreryError(
             f"hardware.num_nodes = {hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} "
-            f"nodes, here is one. Type `snakemake --profile slurm {run.manifest.name}` on a "
+            f"nodes, but here is one. Type `snakemake --profile slurm {run.manifest.name}` on a "
             "cluster, or choose a hardware axis of one node"
         )
     _check_lock(run, workspace)
@@ -244,7 +244,7 @@ class Supervisor:
                 "ended_s": stage.status.ended_s,
                 "wall_s": self.wall_s,
             }
-            sync_folders(run_dir)  # DONE promises that all files are durable
+            sync_folders(run_dir)  # all files must be durable before DONE exists
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome
 
@@ -267,7 +267,7 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            requeue(stage)  # first, because Slurm may end this process during cleanup
+            requeue(stage)  # before cleanup, during which Slurm may end this process
         observer.close()
         view.close()
         stage.metrics.close()
@@ -288,9 +288,9 @@ class Supervisor:
         return outcome
 
     def _finish_saves(self, outcome: Outcome) -> Outcome:
-        """Wait until checkpoint copies are saved, or the next Ctrl-C.
+        """Wait until checkpoint copies are saved, or until the next Ctrl-C.
 
-        For a requeue, stop before the Slurm job's time is over.
+        Before a requeue, wait no longer than the Slurm job's time allows.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf
@@ -300,7 +300,7 @@ class Supervisor:
             nonlocal tell_s
             if (now_s := time.monotonic()) > tell_s:
                 tell_s = math.inf
-                stage.tell("waiting for copied checkpoints to be saved; Ctrl-C ends that")
+                stage.tell("waiting for copied checkpoints to be saved; Ctrl-C ends this wait")
             return len(stage.interrupts.received) > received or now_s > limit_s
 
         before = newest_checkpoint(stage.run_dir, stage.name)

@@ -36,7 +36,7 @@ def interface() -> str:
 
 
 def address() -> str:
-    """Return the IPv4 address of `interface()`. Raise OrreryError if it has none."""
+    """Return the IPv4 address of `interface()`."""
     name = interface()
     if name == LOOPBACK_INTERFACE:
         return LOOPBACK
@@ -135,10 +135,7 @@ def handed_over(token: str) -> Iterator[int]:
 
 
 def take_token() -> str:
-    """Return this process's token, or "" without ORRERY_TOKEN_FILE. The first call reads it.
-
-    Raise OrreryError if the file is unreadable, or no token arrives within TAKE_S.
-    """
+    """Return this process's token, or "" without ORRERY_TOKEN_FILE. The first call reads it."""
     global _token
     place = os.environ.pop(TOKEN_FILE, "")
     if place:
@@ -182,7 +179,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "" without a launcher. Raise RunFailed if the launcher gave none."""
+    """Return the token, or "" without a launcher."""
     token = take_token()
     if not token and WAS_LAUNCHED:
         raise RunFailed(

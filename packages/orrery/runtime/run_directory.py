@@ -45,7 +45,7 @@ def done_path(run_dir: Path, stage: str) -> Path:
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the path of the file with the digest of each verified input, by path."""
+    """Return the path of the file that maps verified inputs to their digests."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -244,7 +244,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove files `*name*` in /dev/shm, and return their paths. Callers close files first."""
+    """Remove files `*name*` in /dev/shm, and return their paths. Callers close these first."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():

@@ -71,8 +71,8 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps in the plan's order of roles.
 
-    Slurm gives overlapping steps the same devices, so `task.sh` selects each step's. Trainer tasks
-    see all trainer devices of a node, for CUDA IPC.
+    Slurm gives overlapping steps the same devices, so `task.sh` selects a step's devices. Trainer
+    tasks see all trainer devices of a node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -165,7 +165,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, at most once. Return the new step."""
+        """Return the step that restarts this step. Only the first call starts it."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -224,7 +224,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        # First, because `endings` reads srun's log, which is complete only after srun has ended.
+        # Poll first, because srun's log, which `endings` reads, is complete only after srun ends.
         code = self.step.poll()
         ended = self.step.endings()
         if self.step.is_killed:
@@ -233,7 +233,7 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended this task after another failed
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended this task after another task failed
 
     @property
     def ending(self) -> str | None:
@@ -273,7 +273,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal. 143 is also an exit code of roles.
+        # Apptainer exits with 128 + signal. Keep 143, which is also an exit code of roles.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

@@ -1,7 +1,7 @@
 """Submit a stage as a Slurm job, and read, requeue or cancel a user's jobs.
 
-- Each node group is a component. Several form a heterogeneous job.
-- Job names contain a hash of the run folder's path, to differ between checkouts.
+- Each node group is a job component. Several components form a heterogeneous job.
+- Job names contain a hash of the run folder's path, so they differ between checkouts.
 """
 
 import math
@@ -82,7 +82,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. `inside` a job, keep those that srun needs."""
+    """Return `env` without Slurm's variables. `inside` a job, keep variables that srun needs."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -154,7 +154,7 @@ def slurm_states(ids: Iterable[str]) -> dict[str, str]:
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
-        listed = []  # squeue fails if its only id is unlisted
+        listed = []  # squeue fails on a single unknown id
     found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found
@@ -202,7 +202,7 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """End the launchers of running jobs by SIGTERM, then cancel all jobs.
 
-    Launchers remove scratch folders by a step, which a cancelled job cannot start.
+    A launcher removes scratch folders in an srun step. A cancelled job cannot start steps.
     """
     if not ids:
         return
@@ -245,7 +245,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None."""
+    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None for other texts."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None
@@ -255,7 +255,7 @@ def seconds(left: str) -> float | None:
 
 # Submission
 
-IN_JOB = "ORRERY_SLURM"  # environment variable of Orrery's jobs
+IN_JOB = "ORRERY_SLURM"  # environment variable that marks Orrery's jobs
 MEMORY_MB = 6000  # minimum memory per node
 LAUNCHER_CPUS = 2  # minimum cores per node
 
@@ -346,7 +346,7 @@ def batch_job(
 
 
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
-    """Render the job script. Raise OrreryError if this fails or `#!` or `command` is missing."""
+    """Render the job script. Raise OrreryError if that fails, or `#!` or `command` is missing."""
     import jinja2
 
     parts = [shlex.split(part) for part in options.split(" : ")]
