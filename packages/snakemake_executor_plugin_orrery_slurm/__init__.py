@@ -3,8 +3,8 @@
 - The executor waits for requeued jobs. It never resubmits.
 - When interrupted, it cancels its jobs.
 
-It replaces snakemake-executor-plugin-slurm, which lacks heterogeneous jobs and treats an unknown
-job state as success.
+This plugin replaces snakemake-executor-plugin-slurm, which lacks heterogeneous jobs and treats an
+unknown job state as success.
 """
 
 import errno

@@ -194,7 +194,7 @@ def test_a_run_that_would_learn_something_else_adopts_nothing(checkout, other, f
     with pytest.raises(
         OrreryError,
         match=(
-            rf"would learn something else than {other.path.name}: "
+            rf"would learn differently from {other.path.name}: "
             rf"{field.replace('__', '.')}: .* → {value}\."
         ),
     ):
@@ -270,7 +270,7 @@ def test_the_command_says_where_it_stands_and_what_to_type_next(
     monkeypatch.setattr(sys, "argv", ["orrery", "adopt", "reverse_text_seed_2", "reverse_text"])
     with pytest.raises(SystemExit) as leave:
         cli.main()
-    assert leave.value.code == 2 and "would learn something else" in capsys.readouterr().err
+    assert leave.value.code == 2 and "would learn differently" in capsys.readouterr().err
     manifest = changed(
         other.manifest,
         name="reverse_text_seed_2",

@@ -323,12 +323,12 @@ def test_two_good_nodes_have_no_trouble():
         (
             {"lock": "Function not implemented"},
             "file locks",
-            "node2: Function not implemented: mount it with file locks (Lustre: `-o flock`",
+            "node2: Function not implemented: mount runs/ with file locks (Lustre: `-o flock`",
         ),
         (
             {"lock": "mine"},
             "file locks",
-            "node2: took a lock that node1 held: mount it with locks between nodes",
+            "node2: took a lock that node1 held: mount runs/ with locks between nodes",
         ),
         ({"address": None}, "interface", "node2: has lo, eth0"),
         ({"tcp": {"0": "timed out"}}, "ports", "node2: cannot reach node1 (timed out)"),
@@ -338,7 +338,7 @@ def test_two_good_nodes_have_no_trouble():
         (
             {"nvidia": [0, "550.1\n550.1"]},
             "driver",
-            "550.1, 570.86.15: let every node have the same one",
+            "550.1, 570.86.15: install the same driver on all nodes",
         ),
         ({"nvidia": [None, "No such file or directory"]}, "driver", "node2: no driver answers"),
         ({"infiniband": []}, "InfiniBand", "node2: has none"),
@@ -346,7 +346,7 @@ def test_two_good_nodes_have_no_trouble():
         (
             {"apptainer": [0, "apptainer version 1.0.3"]},
             "Apptainer",
-            "node2: apptainer version 1.0.3: install 1.1 or newer",
+            "node2: apptainer version 1.0.3: install Apptainer 1.1 or newer",
         ),
         (
             {"apptainer": [None, "No such file or directory"]},

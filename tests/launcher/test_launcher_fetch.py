@@ -441,7 +441,7 @@ def test_a_full_disk_is_refused_before_the_download(place, problems):
     place.hub.add("tiny-labs/problems", problems, "datasets")
     place.hub.sizes["main/gsm_test.jsonl"] = 10**18
     error = place.refuse("dataset", "tiny-labs/problems", "--config", "main")
-    assert "tiny-labs/problems needs 1000000000.0 GB. Free some, or set HF_HOME" in error
+    assert "tiny-labs/problems needs 1000000000.0 GB. Free disk space, or set HF_HOME" in error
     assert not [path for path in place.paths("GET") if path.endswith("gsm_test.jsonl")]
 
 

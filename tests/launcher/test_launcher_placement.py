@@ -85,7 +85,7 @@ def test_roles_that_share_devices_each_begin_at_the_first():
         ("trainer", 0): ("0",),
         ("trainer", 1): ("1",),
     }
-    with pytest.raises(ValueError, match="needs 2 devices, this machine offers 1"):
+    with pytest.raises(ValueError, match="needs 2 devices, but this machine offers 1"):
         share_devices("0", plans)
 
 
@@ -97,7 +97,7 @@ def test_devices_are_shared_out_in_order_and_never_twice():
         ("4",),
         (),
     )
-    with pytest.raises(ValueError, match="needs 6 devices, this machine offers 4"):
+    with pytest.raises(ValueError, match="needs 6 devices, but this machine offers 4"):
         share_devices("0123", plans)
 
 

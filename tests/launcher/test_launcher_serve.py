@@ -157,6 +157,6 @@ def test_a_command_names_a_missing_torch_and_starts_nothing(word, call, monkeypa
     with pytest.raises(OrreryError) as told:
         call()
     assert str(told.value) == (
-        f"{word}: this Python lacks torch. Type `make setup`, or run this command where it is "
-        "installed"
+        f"{word}: this Python lacks torch. Type `make setup`, or run this command with a Python "
+        "that has them"
     )

@@ -1,7 +1,7 @@
 """Find a role's container image, and build its Apptainer command.
 
-- Images have packages, not Orrery's code. `containers/images.lock` lists their sha256 and `recipe`
-  (digest of source files).
+- Images have packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
+  `recipe` (digest of source files).
 - `--contain` is left out, because it hides /dev/shm and InfiniBand.
 - Environment variables pass as APPTAINERENV_*, because other users can read command lines.
 """

@@ -273,8 +273,8 @@ def _judge_locks(probes: Sequence[Probe]) -> Finding:
     none = {one["node"]: one["lock"] for one in probes if one["lock"] not in (None, MINE, THEIRS)}
     if none:
         remedy = (
-            "mount it with file locks (Lustre: `-o flock`; NFS: a lock service that answers), "
-            "or put runs/ on a file system that has them"
+            "mount runs/ with file locks (Lustre: `-o flock`; NFS: a lock service that answers), "
+            "or put it on a file system that has them"
         )
         return over_nodes("file locks", "", none, remedy)
     holder = next((one["node"] for one in probes if one["rank"] == 0 and one["lock"] == MINE), None)
@@ -288,7 +288,7 @@ def _judge_locks(probes: Sequence[Probe]) -> Finding:
         if one["rank"] and one["lock"] == MINE
     }
     remedy = (
-        "mount it with locks between nodes (Lustre: `-o flock`, not `localflock`; "
+        "mount runs/ with locks between nodes (Lustre: `-o flock`, not `localflock`; "
         "NFS: without `nolock` and `local_lock`)"
     )
     return over_nodes("file locks", "a lock on one node excludes all others", twice, remedy)
@@ -406,7 +406,7 @@ def _judge_containers(probes: Sequence[Probe], site: Site) -> list[Finding]:
         if version is None or (int(version[1]), int(version[2])) < (1, 1):
             old[one["node"]] = said or "no answer"
     versions = ", ".join(sorted({one["apptainer"][1] for one in probes}))
-    remedy = "install 1.1 or newer, or name its module in containers.modules"
+    remedy = "install Apptainer 1.1 or newer, or name its module in containers.modules"
     found = [over_nodes("Apptainer", versions, old, remedy)]
     if old:
         return found

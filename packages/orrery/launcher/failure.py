@@ -110,7 +110,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make processes write stacks and torch flight recorder files. Return a text with their paths."""
+    """Make processes write stacks and torch flight recorder files. Return a text with the paths."""
     for process in stage.processes:
         if process.name in stage.health:  # SIGUSR1 kills a process without a health file
             process.signal(signal.SIGUSR1)

@@ -25,7 +25,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)
-LINKED_BYTES = 1 << 20  # copy smaller files, which users may edit
+LINKED_BYTES = 1 << 20  # smaller files are copied, because users may edit them
 Kind = Literal["model", "dataset"]
 
 
@@ -170,7 +170,7 @@ def _check_disk(source: HubRepository, names: list[str], folder: Path) -> None:
         if (free := shutil.disk_usage(place).free) < needed:
             raise OrreryError(
                 f"{place}: {size_text(free)} are free, but {source.repository} needs "
-                f"{size_text(needed)}. Free some, or {remedy}"
+                f"{size_text(needed)}. Free disk space, or {remedy}"
             )
 
 

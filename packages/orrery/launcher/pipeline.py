@@ -69,8 +69,8 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     lines += notes(manifest)
     if one.num_nodes > 1 and site.network is None:
         lines.append(
-            "  note: network.interface: the site file has none, so nodes cannot reach one another: "
-            "the stage is refused"
+            "  note: network.interface: the site file has none, so the stage is refused, because "
+            "nodes cannot reach one another"
         )
     lines += [f"  before the launcher: {line}" for line in site.slurm.pre_run]
     lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")

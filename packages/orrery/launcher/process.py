@@ -1,6 +1,6 @@
 """Start a local process, with its CPU cores, devices and environment.
 
-- The process leads a session, so Ctrl-C does not reach it.
+- The process leads a new session, so Ctrl-C does not reach it.
 - SIGTERM goes only to the process itself, because an engine ends its workers in order.
 - Trainers and engines are pinned to adjacent cores. In a stage with both, each kind gets half of
   the cores.
@@ -220,7 +220,9 @@ def share_devices(
             )
         shares[process.role, process.index] = share
     if needed > len(offered):
-        raise ValueError(f"the stage needs {needed} devices, this machine offers {len(offered)}")
+        raise ValueError(
+            f"the stage needs {needed} devices, but this machine offers {len(offered)}"
+        )
     return shares
 
 

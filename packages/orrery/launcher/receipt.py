@@ -427,7 +427,7 @@ def verify(
 ) -> list[str]:
     """Compare the files that `stage` reads with the receipt. Write their digests to `inputs.json`.
 
-    Return the earlier stages without files in the receipt. Raise OrreryError if a file differs.
+    Return the earlier stages without files in the receipt.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

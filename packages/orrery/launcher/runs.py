@@ -146,7 +146,7 @@ def _held(path: Path) -> Manifest | None:
     return manifest
 
 
-LAST_PORT = 65_000  # highest first port of a site, which also uses the ports after it
+LAST_PORT = 65_000  # highest first port of a site, which uses further ports after it
 
 
 def place_site(
@@ -367,7 +367,7 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 def adopt(run: Run, other: Run) -> str:
     """Copy the state of `other` into a new folder for `run`.
 
-    Raise OrreryError if `run` has begun, or `other` has no finished stage or differs outside FREE.
+    Raise OrreryError if their manifests differ outside FREE.
     """
     if run.path.exists():
         raise OrreryError(
@@ -384,7 +384,7 @@ def adopt(run: Run, other: Run) -> str:
     if changed := [one for one in differences if not _is_free(one.field, bound)]:
         more = f" and {len(changed) - 1} fields more" if changed[1:] else ""
         raise OrreryError(
-            f"{run.path.name} would learn something else than {other.path.name}: "
+            f"{run.path.name} would learn differently from {other.path.name}: "
             f"{changed[0]}{more}. "
             f"Only {', '.join(FREE)} may differ (except {', '.join(bound)}): "
             f"type `orrery diff {other.path.name} {run.manifest.name}` for all differences"

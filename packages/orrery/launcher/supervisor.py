@@ -91,7 +91,7 @@ HUNG_S = 5.0  # maximum wait for a failed process to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SITE_END_S = STOPPED_END_S + HAND_OVER_S  # grace period of a run over several sites
 SAVES_S = 3.0  # delay until a message about unsaved checkpoints
-RESTART_LOCK_S = 90.0  # maximum wait for the lock of a launcher whose node was lost
+RESTART_LOCK_S = 90.0  # maximum wait for the lock of a lost node's launcher
 
 
 def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
@@ -152,7 +152,7 @@ def _check_lock(run: Run, workspace: Workspace) -> None:
         adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
     raise OrreryError(
         f"{run.path.name}: {lock_file} differs from the lock of its manifest. Type "
-        f"`orrery render {name}` for a run of the present lock{adopt}, or check out the old lock "
+        f"`orrery render {name}` for a run of the current lock{adopt}, or check out the old lock "
         "and type `make setup`"
     )
 

@@ -18,7 +18,7 @@ IFS=: read -ra each <<<"$folders"
 for folder in "${each[@]}"; do
     mkdir -p -m 700 "$folder"
     if [ -L "$folder" ] || [ ! -O "$folder" ]; then
-        echo "error: containers.scratch: $folder on $(hostname) is a link, belongs to another user, or cannot be made; name a folder that you may write to"
+        echo "error: containers.scratch: $folder on $(hostname) is a link or another user's folder, or cannot be made; name a folder that you may write to"
         exit 2
     fi
 done

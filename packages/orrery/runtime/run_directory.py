@@ -256,7 +256,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def disk_prefix(run_dir: Path) -> str:
-    """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
+    """Return the prefix of the run's KV-cache folders.
 
     A new run in the same folder gets another prefix, because its cache keys (policy versions)
     repeat the old run's.

@@ -93,7 +93,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Run a Slurm command and return its stdout, or raise OrreryError."""
+    """Run a Slurm command and return its stdout."""
     program = command[0]
     try:
         done = subprocess.run(
@@ -346,7 +346,7 @@ def batch_job(
 
 
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
-    """Render the job script. Raise OrreryError if that fails, or `#!` or `command` is missing."""
+    """Render the job script, and check that it has `#!` and `command`."""
     import jinja2
 
     parts = [shlex.split(part) for part in options.split(" : ")]
