@@ -149,7 +149,7 @@ def adopt(
 
 
 PLAN_STAGE_HELP = "One stage, with its srun lines. Without it: all stages."
-TOKENS_HELP = "Mean tokens of a rollout, prompt included. Default: a quarter of the maximum."
+TOKENS_HELP = "Mean tokens of a rollout with prompt. Default: a quarter of max_model_len_tokens."
 SEARCH_HELP = "Print only the three fastest layouts of trainer and of engines that fit in memory."
 JSON_HELP = "Print only memory and time, as JSON."
 WRITE_HELP = "Write the manifest and each stage's submission script into this new folder."
