@@ -161,8 +161,8 @@ def place_site(
     run = find(word)
     if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
-            f"trainer.elastic: null in {run.manifest.name}, so it has one site. Type "
-            f"`orrery run {word} STAGE`, or choose a run with an axis of jsonnet/elastic"
+            f"trainer.elastic and orchestrator.guests: null in {run.manifest.name}, so it has one "
+            f"site. Type `orrery run {word} STAGE`, or choose a run with an axis of jsonnet/elastic"
         )
     check_address("ADDRESS:PORT", address)
     if listen:

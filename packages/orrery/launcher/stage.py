@@ -433,29 +433,30 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
                 f"{name}: its launcher is {holder}. Type `orrery stop {name}` on that machine"
             )
         raise OrreryError(f"{name}: is not running. Type `orrery status {name}` for its stages")
-    told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
-    if checkpoint:
-        return _preempt_jobs(run_dir, jobs, told)
-    return _cancel_jobs(run_dir, jobs, told)
+    return _preempt_jobs(run_dir, jobs) if checkpoint else _cancel_jobs(run_dir, jobs)
 
 
-def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
-    name = run_dir.name
-    running = [job.id for job in jobs if job.state == "running"]
+def _named(jobs: list[queue.SlurmJob]) -> str:
+    return ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
+
+
+def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob]) -> str:
+    name, running = run_dir.name, [job for job in jobs if job.state == "running"]
     if not running:
         raise OrreryError(
-            f"{name}: none of its jobs runs ({told}). Type `orrery stop {name}` to cancel them"
+            f"{name}: none of its jobs runs ({_named(jobs)}). Type `orrery stop {name}` to cancel "
+            "them"
         )
     _forbid_requeue(run_dir)
-    queue.call("scancel", "--batch", "--signal=USR1", *running)
-    return f"{name}: asked job {told} for a checkpoint; it ends when that is written"
+    queue.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
+    return f"{name}: asked job {_named(running)} for a checkpoint; it ends when that is written"
 
 
-def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
+def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob]) -> str:
     ids = [job.id for job in jobs]
     queue.cancel(ids)
     limit_s = time.monotonic() + STOP_S
-    text = f"{run_dir.name}: cancelled job {told}"
+    text = f"{run_dir.name}: cancelled job {_named(jobs)}"
     while left := [job for job in queue.run_jobs(run_dir) if job.id in ids]:
         if time.monotonic() > limit_s:
             named = ", ".join(job.id for job in left)
