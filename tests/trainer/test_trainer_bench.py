@@ -78,7 +78,7 @@ def test_a_mesh_that_was_asked_for_is_taken_or_refused():
         (
             '{"dp_shard": 2}',
             1,
-            r"trainer\.mesh\.dp_shard 2: --devices 1 leaves it 1; leave out dp_shard, or --devices",
+            r"trainer\.mesh\.dp_shard 2: --devices 1 needs 1; leave out dp_shard, or --devices",
         ),
     ):
         with pytest.raises(OrreryError, match=f"^{sentence}$"):

@@ -221,8 +221,8 @@ def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(
         "hf_config": {**GEMMA2, **experts},
     }
     told = (
-        r"trainer\.compile true: torch does not compile blocks of "
-        r"model\.hf_config\.model_type 'granitemoe' whole \(.*\); set trainer\."
+        r"trainer\.compile true: torch cannot compile whole blocks of "
+        r"model\.hf_config\.model_type 'granitemoe' \(.*\); set trainer\."
     )
     with pytest.raises(OrreryError, match=told) as caught:
         steps_with(tmp_path, model, compile=True, activation_checkpointing={"kind": kind})

@@ -637,7 +637,7 @@ def test_memory_of_other_processes_on_the_device_is_told_apart():
         asked="400.00 MiB", free="203.00 MiB", own="61.50", allocated="52.10", kept="5.10"
     )
     assert (
-        ": 0.4 GiB were asked for, 0.2 GiB of 139.8 GiB were free and 78.1 GiB other processes'; "
+        ": 0.4 GiB were asked for, 0.2 GiB of 139.8 GiB were free, others held 78.1 GiB; "
         in describe_device_error(text, 0, 3, model, trainer, load)
     )
 

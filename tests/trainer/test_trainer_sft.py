@@ -279,12 +279,12 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
         (
             [USER, CALLS, result("c2"), result("c1"), ANSWER],
             {},
-            r"message 2 \(tool\) has the tool_call_id 'c2' where the next call is",
+            r"message 2 \(tool\) has the tool_call_id 'c2', but the next call is",
         ),
         (
             [USER, CALLS, result("c1"), result("c2"), result("c3"), ANSWER],
             {},
-            r"message 4 \(tool\) has the tool_call_id 'c3' and no call before it waits for a "
+            r"message 4 \(tool\) has the tool_call_id 'c3', but no call before it waits for a "
             r"result",
         ),
         (

@@ -1,11 +1,11 @@
 """Train the policy: `__main__` parses arguments, `assemble` builds, `loop` trains.
 
-Do not import torch here: `grow_segments` must run first.
+Do not import torch here, because `grow_segments` must run first.
 """
 
 import os
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch 2.13 prefers PYTORCH_ALLOC_CONF
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch 2.13 reads PYTORCH_ALLOC_CONF before this name
 EXPANDABLE = "expandable_segments:True"
 
 

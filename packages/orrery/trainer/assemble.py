@@ -44,7 +44,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0
-SPARE_WAVES = 4  # waves of rollouts, for restarts, updates and stale rollouts
+SPARE_WAVES = 4  # extra waves of rollouts, for restarts, weight updates and stale rollouts
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -148,7 +148,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 def batch_deadline_s(manifest: Manifest) -> float:
     """Return the time limit to receive a batch, in seconds.
 
-    A batch may take several waves of rollouts, after an evaluation.
+    An evaluation and the next batch take several waves of concurrent rollouts.
     """
     orchestrator, tasks = manifest.orchestrator, manifest.tasks.evaluation
     evaluation, admission = orchestrator.evaluation, orchestrator.admission
@@ -170,7 +170,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return a publication's stall limit in seconds.
 
-    It exceeds the time limit of direct transfers, whose errors name the absent ranks.
+    It exceeds the wire's time limit, because the wire's error names the absent rank.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -192,7 +192,7 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # One in engines, one in training, one queued, and `max_batches_ahead` more.
+    # One version in engines, one in training, one queued, and `max_batches_ahead` more.
     return manifest.orchestrator.max_batches_ahead + 3
 
 

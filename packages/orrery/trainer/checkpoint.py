@@ -42,7 +42,7 @@ FORMAT = 1
 REMEDY = "remove its step folder to go on from the checkpoint before it"
 MEMORY_REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
-    "or turn off an option that uses it (such as trainer.memory.optimizer_offload)"
+    "or turn off an option that uses host memory (such as trainer.memory.optimizer_offload)"
 )
 # safetensors writes dtypes in the reverse of this order.
 _NAMES = {
@@ -265,7 +265,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 class SharedCopy:
     """Tensors in shared memory, as the bytes that `safetensors.torch.save_file` writes.
 
-    If they do not fit, `path` links to a memfd file.
+    If the bytes do not fit, `path` links to a memfd file.
     """
 
     def __init__(self, path: Path, device: torch.device):

@@ -182,7 +182,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # kept if `join` fails, so that `wait` can repeat
+        self._work = None  # not reached if `join` fails, so that `wait` can repeat
         if work.error is not None:
             raise work.error
 
@@ -310,7 +310,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # An earlier attempt's saver may still use its folder.
+        # The attempt is in the name, because an earlier attempt's saver may still run.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 

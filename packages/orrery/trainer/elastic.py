@@ -1,8 +1,8 @@
 """Train one of several DiLoCo sites that share a model (`orrery.elastic`).
 
 - Sites exchange weight updates in rounds. The steps between two rounds are a phase.
-- After a round, each rank copies its state (a snapshot) into shared memory. Sites that join or lag
-  fetch it.
+- After a round, each rank copies its state (a snapshot) into shared memory. A site that joins or
+  lags behind fetches it.
 - With port P in `listen` of `site.json`, etcd uses P and P + 1. Rank i of R serves snapshots at
   P + 2 + i, and exchanges updates at P + 2 + R + i.
 """
@@ -68,7 +68,7 @@ STANDING: type[tuple[int, str, list[str]]] = tuple[int, str, list[str]]
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """A checkpoint's last round, and the documents of each data shard that it has trained."""
+    """A checkpoint's last round, and the number of documents trained from each data shard."""
 
     round: int
     shards: ShardMap
@@ -198,7 +198,7 @@ class SiteTraining:
     def _delay(self, step: int) -> int:
         """Return the steps from sending an update to applying the round's result.
 
-        Return 0 at checkpoints, at the last step, and in RL, because published weights are final.
+        Return 0 at checkpoints, at the last step and in RL. Weights published in RL are final.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -365,7 +365,7 @@ class SiteTraining:
         self._keeper.copied()
 
     def _take_state(self, keeps_delta: bool) -> None:
-        """Fetch the newest round's state from other sites, the same round on all ranks.
+        """Fetch the newest round's state from other sites. All ranks fetch the same round.
 
         `keeps_delta` keeps this site's update, token counts and optimizer state.
         """

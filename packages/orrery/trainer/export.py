@@ -2,7 +2,7 @@
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
-`orrery export` runs it on one CPU, even while the stage runs.
+`orrery export` runs this command on one CPU, even while the stage runs.
 
 - The folder appears only when complete.
 - Memory holds at most one output file.
@@ -138,7 +138,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
         other = {"rl": "sft", "sft": "rl"}[stage]
         hint = "it writes one every trainer.checkpoint.interval_steps steps"
         if checkpoints.steps(run_dir, other):
-            hint = f"its {other} stage has: add --stage {other}"
+            hint = f"its {other} stage has one: add --stage {other}"
         result = weights_path(run_dir, "sft")
         if stage == "sft" and result.exists():
             raise OrreryError(

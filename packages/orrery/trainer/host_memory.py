@@ -87,9 +87,9 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pages that `__del__` unregisters from CUDA, because `weakref.finalize` runs too late.
+    """Pages that `__del__` unregisters from CUDA. `weakref.finalize` would run too late.
 
-    Otherwise, pinning the same addresses again fails (CUDA error 712).
+    CUDA cannot pin registered addresses again (error 712).
     """
 
     address: int | None = None  # None unless registered with CUDA
@@ -101,7 +101,7 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return u8 zeros [num_bytes], pinned if `device` is a GPU, and CUDA's error code or 0.
+    """Return (u8 zeros [num_bytes], CUDA's error code or 0). Pin them if `device` is a GPU.
 
     `file`: descriptor of a file to map. Raise OSError if memory is short.
     """
@@ -110,7 +110,7 @@ def host_block(num_bytes: int, device: torch.device, file: int | None = None) ->
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # otherwise a write could raise SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # a write without space raises SIGBUS
         pages = _Pages(file, num_bytes)
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":

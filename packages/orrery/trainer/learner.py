@@ -43,7 +43,7 @@ class MismatchGuard:
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_engines = manifest.inference.num_replicas + 1
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
-        # [2, engines + 1 for unknown, ages]: sums of |log-prob difference|, token counts
+        # [2 (sum of |log-prob difference|, token count), engines + 1 (unknown engine), ages]
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)
 
     def clear(self) -> None:
@@ -62,7 +62,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |log-prob difference| of `rl` tokens, or None without any.
+        """Return the mean |log-prob difference| of `rl` tokens, or None without such tokens.
 
         Raise RunFailed if a `stop` bound is exceeded. A collective.
         """
@@ -113,7 +113,7 @@ class ExpertLoad:
     """Count each expert's tokens (load) in a step, and balance experts by router biases.
 
     A step changes an expert's bias by rate · sign(mean load − load) (DeepSeek-V3, arXiv 2412.19437,
-    section 2.1.2). Loads are integer sums over ranks, so biases stay equal.
+    section 2.1.2). Loads are integer sums over ranks, so all ranks keep equal biases.
 
     Each step, call `clear`, `add` per forward pass, then `reduce`, `metrics` and `balance`.
     L: layers with experts, E: experts
@@ -205,7 +205,7 @@ class Learner:
         self.base_sha256: str | None = None
         self.guard: MismatchGuard | None = None
         self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds taken
-        # Maximum |gradient| at context-parallel exchanges and embedding, to find a NaN's rank.
+        # Maximum |gradient| at context-parallel exchanges and the embedding, to find a NaN's rank.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -252,7 +252,7 @@ class Learner:
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
         """Return (maximum log-prob difference to engines, number of scored tokens). A collective.
 
-        The maximum covers samples of the current version (None without any).
+        The maximum covers samples of the current version. Without such samples it is None.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -299,7 +299,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return text that names a non-finite weight. A collective."""
+        """Return text that names a non-finite weight, if any. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 

@@ -171,7 +171,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        # `compare` sees no NaN in experts without tokens.
+        # `compare` cannot see a NaN in an expert that received no token.
         self.learner.check_weights()
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)

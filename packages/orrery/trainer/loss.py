@@ -43,7 +43,7 @@ class StepSums:
         "choices_sent", "choices_known", "choices_differ", "indexer_kl",
     )  # fmt: skip
 
-    sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
+    sums: torch.Tensor  # float64 [len(NAMES)], because float32 counts exactly only to 2^24
     peaks: torch.Tensor  # float32 [1]: max |log π − log μ| of `same_weights` tokens, −1 if none
 
     @classmethod

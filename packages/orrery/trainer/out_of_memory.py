@@ -20,7 +20,6 @@ from orrery.trainer.learner import Learner
 
 MARGIN = 0.02  # fraction of device memory lost to fragmentation
 END_S = 10.0  # time limit for an orderly exit, because collectives may hang
-# torch's error on a CPU
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (
@@ -86,7 +85,7 @@ def describe_error(
         if is_torchs:
             return text
         return f"{text} (it was not torch's allocator that ran out: {_line(error)})"
-    left = f"{_size(available)} of it are left to the {ranks_here} ranks of this node together"
+    left = f"{_size(available)} of host memory are left to all {ranks_here} ranks of this node"
     remedy = f"set {pinning} to false in the manifest's memory axis"
     return (
         f"rank {rank} could not pin host memory {_when(step)}, "
@@ -152,7 +151,7 @@ def describe_device_error(
         own = _bytes(error, "this process has")
         if free is not None and own is not None:
             others = capacity - free - own
-            head += f" and {_size(others)} other processes'" if others > MARGIN * capacity else ""
+            head += f", others held {_size(others)}" if others > MARGIN * capacity else ""
     try:
         counted = count_parameters(model, trainer.lora)
         needed = (asked or 0) + int(MARGIN * capacity)

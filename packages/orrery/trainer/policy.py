@@ -53,7 +53,7 @@ class MicroBatch:
     routes_replayed: int = 0  # valid expert ids in `routed_experts`
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys chosen by engines' indexers
     is_padding: torch.Tensor | None = None  # bool [T]: tokens that pad cp shards or empty batches
-    choices_sent: int = 0  # (token, indexer) pairs whose token sees more than top_k keys
+    choices_sent: int = 0  # (token, indexer) pairs with a choice among over top_k keys
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -225,14 +225,14 @@ def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Policy(nn.Module):
-    """Compute logits of at most `chunk_tokens` tokens at once, unless `keep_logits` keeps all."""
+    """Compute logits of at most `chunk_tokens` tokens at once, unless `keep_logits` is set."""
 
     def __init__(
         self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: ComputeCopies | None = None  # replace FSDP's casts on one rank
+        self.copies: ComputeCopies | None = None  # compute-dtype weights on one rank, without FSDP
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, f32 [M], at each token's temperature."""

@@ -115,7 +115,7 @@ def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], b
             return
         now = 0
         for name in found:
-            with suppress(OSError):  # renamed meanwhile
+            with suppress(OSError):  # a file was renamed meanwhile
                 now += (partial / name).stat().st_size
         if now != size:
             size, grown_s = now, time.monotonic()
@@ -259,7 +259,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # The launcher kills processes that have START.
+        # Leave START out, because the launcher kills processes that have it.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 
@@ -364,7 +364,10 @@ def main() -> None:
             if not inherited(memory):
                 finish(memory)
             elif (memory / JOB).exists():
-                print(f"checkpoint: {memory}: ended with its saver", file=sys.stderr)
+                print(
+                    f"checkpoint: {memory}: is lost, because it ended with its saver",
+                    file=sys.stderr,
+                )
         shutil.rmtree(memory, ignore_errors=True)
 
 

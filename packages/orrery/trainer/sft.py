@@ -164,7 +164,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` validation examples. A collective.
 
-    Raise OrreryError if there are fewer, or if `training` has one.
+    Raise OrreryError if there are fewer, or if `training` contains one of them.
     """
     spec = manifest.sft.validation
     if spec is None:

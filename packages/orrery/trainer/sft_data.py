@@ -209,10 +209,10 @@ def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
             expected = waiting.pop(0) if has_call else None
             what = f"message {number} (tool) has the tool_call_id {given!r}"
             if given is not None and not has_call:
-                raise OrreryError(f"{what} and no call before it waits for a result")
+                raise OrreryError(f"{what}, but no call before it waits for a result")
             if None not in (given, expected) and given != expected:
                 raise OrreryError(
-                    f"{what} where the next call is {expected!r}; "
+                    f"{what}, but the next call is {expected!r}; "
                     f"put results in the order of their calls"
                 )
 

@@ -65,7 +65,7 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among a site's ranks.
 
-    Its own process group allows calls from threads during the trainer's collectives. The group's
+    A separate process group allows calls from threads during the trainer's collectives. The group's
     timeout `limit_s` must exceed rank 0's wait for other sites.
     """
 

@@ -4,7 +4,7 @@
 
 - TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie in `TARGET/<run>/<stage>`.
 - `blocks/<sha256>` is part of a file. `round_<step>.json` (header) lists a checkpoint's blocks.
-- The header is written last, because an upload may be killed.
+- The header is written last, so that a killed upload leaves no header without blocks.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint. Remove abandoned later steps, and all but the newest `keep`."""
+        """Upload a checkpoint. Remove later steps (abandoned), and all but the newest `keep`."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -108,7 +108,7 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 
 @contextmanager
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
-    """Yield hard links to `folder`'s files, which the trainer may remove during the upload.
+    """Yield a folder of hard links, because the trainer may remove `folder` during the upload.
 
     Yield `folder` itself if linking fails.
     """

@@ -149,7 +149,9 @@ def _fit_layers(model: Model, options: Options) -> Model:
     if options.layers is None:
         return model
     if options.layers > model.num_layers:
-        raise OrreryError(f"--layers: the model has {model.num_layers}, not {options.layers}")
+        raise OrreryError(
+            f"--layers: the model has {model.num_layers} layers, not {options.layers}"
+        )
     return model.model_copy(update={"num_layers": options.layers})
 
 
@@ -203,7 +205,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Fit dp_shard to `devices`. Unless `given` has ep, reduce it to divide dp_shard · cp."""
+    """Fit dp_shard to `devices`. Unless `given` has ep, reduce ep to divide dp_shard · cp."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -213,7 +215,7 @@ def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
     dp_shard = devices // others
     if given.get("dp_shard", dp_shard) != dp_shard:
         raise OrreryError(
-            f"trainer.mesh.dp_shard {mesh.dp_shard}: --devices {devices} leaves it {dp_shard}; "
+            f"trainer.mesh.dp_shard {mesh.dp_shard}: --devices {devices} needs {dp_shard}; "
             "leave out dp_shard, or --devices"
         )
     ep = mesh.ep if "ep" in given else math.gcd(mesh.ep, dp_shard * mesh.cp)

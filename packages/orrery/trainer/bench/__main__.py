@@ -1,7 +1,7 @@
 """Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
-MANIFEST is a file, or a name in the checkout's `manifests/`. Omitted options come from `ROWS` by
-run name, then from defaults.
+MANIFEST is a file, or a name in the checkout's `manifests/`. An omitted option comes from the run's
+row in `ROWS`, or is the default.
 """
 
 import argparse
@@ -68,24 +68,26 @@ def parser() -> argparse.ArgumentParser:
 
     add("manifest", metavar="MANIFEST")
     add("--device", choices=["cpu"], help="measure on the CPU, in float32")
-    add_number("--devices", "N", "number of devices, instead of the mesh's; dp_shard follows")
+    add_number("--devices", "N", "number of devices, instead of the mesh's; dp_shard is fitted")
     add_number("--steps", "N", f"measured steps (default {default.steps})")
-    add_number("--warmup", "N", f"steps before them (default {default.warmup})")
-    text = "lengths of documents (default fixed: the longest)"
+    add_number(
+        "--warmup", "N", f"unmeasured steps before the measured steps (default {default.warmup})"
+    )
+    text = "lengths of documents (default fixed: all as long as the longest)"
     add("--lengths", choices=["fixed", "variable"], help=text)
-    text = f"experts by the router, or all evenly (default {default.routing})"
+    text = f"experts that the router chooses, or all in turn (default {default.routing})"
     add("--routing", choices=["natural", "balanced"], help=text)
     add("--loss", choices=["sft", "rl"], help=f"loss to train (default {default.loss})")
-    add_number("--micro-batches", "M", "micro-batches of a rank and step (default 1)")
+    add_number("--micro-batches", "M", "micro-batches per rank and step (default 1)")
     text = "instead of trainer.memory.max_tokens_per_micro_batch"
     add_number("--tokens-per-micro-batch", "T", text)
     add_number("--document-tokens", "T", "longest document (default: the engines' context)")
     add_number("--layers", "L", "number of layers, instead of the model's")
-    text = 'merged over trainer.memory, as {"activation_offload": true}'
+    text = 'fields to change in trainer.memory, such as {"activation_offload": true}'
     add("--memory", metavar="JSON", help=text)
-    add("--fsdp", metavar="JSON", help="merged over trainer.fsdp")
-    add("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
-    text = 'merged over the trainer, as {"optimizer": {"kind": "muon", …}}'
+    add("--fsdp", metavar="JSON", help="fields to change in trainer.fsdp")
+    add("--mesh", metavar="JSON", help='fields to change in trainer.mesh, such as {"ep": 4}')
+    text = 'fields to change in the trainer, such as {"optimizer": {"kind": "muon", …}}'
     add("--trainer", metavar="JSON", help=text)
     add("--compile", action=argparse.BooleanOptionalAction, help="instead of trainer.compile")
     add("--json", type=Path, default=None, metavar="FILE", help="write all measurements to FILE")
@@ -202,7 +204,7 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """Run a process per device. Return their results.
 
-    After a failure or `deadline_s`, kill all and raise RunFailed.
+    After a failure or `deadline_s`, kill all processes and raise RunFailed.
     """
     import torch.distributed as dist
 
@@ -264,7 +266,7 @@ def _error(ranks: list[subprocess.Popen[bytes]], folder: Path, first: int) -> st
     answers = [json.loads(path.read_text()) for path in paths if path.exists()]
     full = [answer["out_of_memory"] for answer in answers if "out_of_memory" in answer]
     if full:
-        return full[0] + (f" ({len(full)} ranks of {len(ranks)} did)" if len(full) > 1 else "")
+        return full[0] + (f" ({len(full)} of {len(ranks)} ranks ran out)" if len(full) > 1 else "")
     for answer in answers:
         if "error" in answer:
             return answer["error"]

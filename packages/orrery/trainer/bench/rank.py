@@ -148,7 +148,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
 def make_learner(request: BenchRequest, world: World) -> Learner:
     trainer = request.trainer
     policy = build_policy(request.model, trainer, world)
-    # Values do not depend on offload, so losses are comparable.
+    # Initial values do not depend on offload, so losses are comparable.
     weights.initialize_on_device(policy.network, STD, request.seed, world.device)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
@@ -418,7 +418,8 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # ties: inner ends first, outer begins first
+        # At equal times, inner ranges end first and outer ranges begin first.
+        edges.sort(key=lambda edge: edge[:3])
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:
@@ -443,7 +444,7 @@ def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, fl
         if at > clock:
             active = [each for each, count in running.items() if count]
             owners = [each for each in active if each not in (COPIES, COMMUNICATION)]
-            if not owners:  # KINDS lists copies before communication
+            if not owners:  # copies before communication, as in KINDS
                 owners = active[:1] or [IDLE]
             for owner in owners:
                 time_us[owner] += (at - clock) / len(owners)

@@ -1,6 +1,6 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
-On one device, the file repeats the current link rates.
+With one device, links are not measured, so the file repeats the current link rates.
 """
 
 import argparse
@@ -55,7 +55,7 @@ SMALL = Sizes(512, ((512, 512), (1024, 512)), (4, 256, 256), (128, 512), 4, 1 <<
 def main() -> None:
     parser = argparse.ArgumentParser(prog="orrery bench rates", description=__doc__)
     parser.add_argument("--device", choices=["cpu"], help="measure the CPU")
-    text = "write to FILE (default: <device>.json in this folder)"
+    text = "write to FILE (default: <device>.json in the current folder)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     arguments = parser.parse_args()
     on_cpu = arguments.device == "cpu" or not torch.cuda.is_available()
@@ -201,7 +201,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> float:
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     out = num_bytes / seconds(lambda: host.copy_(there, non_blocking=True), device)
     into = num_bytes / seconds(lambda: there.copy_(host, non_blocking=True), device)
-    return show("copy to or from the host, the slower", min(out, into), "bytes/s")
+    return show("slower of the copies to and from the host", min(out, into), "bytes/s")
 
 
 def link_rates(kind: str, num_bytes: int) -> tuple[float, float]:

@@ -5,8 +5,8 @@
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
 The factor 0.2 · √max(rows, columns) matches the RMS of AdamW's updates (arXiv 2502.16982, eq. 4).
-Other weights use AdamW. Updates are collectives, so all ranks of a weight, or none, must have a
-gradient.
+Other weights use AdamW. Updates are collectives, so a weight must have a gradient on all ranks or
+on none.
 
 B: matrices in a stack, M: rows, N: columns
 """
@@ -107,7 +107,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 def gate_up(policy: nn.Module, name: str) -> GateUp:
     """Return the layout of weight `name`, inferred from `down_proj`.
 
-    Orrery has [experts, 2·MLP size, hidden size]. Some Hugging Face models swap the last two
+    Orrery's shape is [experts, 2·MLP size, hidden size]. Some Hugging Face models swap the last two
     dimensions, and gpt_oss interleaves gate and up.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
@@ -289,7 +289,7 @@ def _orthogonalize_split(
 ) -> list[Tensor]:
     """Orthogonalize stacks [B, M, N] that ranks split along M or N.
 
-    A rank gathers, orthogonalizes and scatters each matrix (Dion, arXiv 2504.05295).
+    Each matrix is gathered, orthogonalized and scattered by one rank (Dion, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)

@@ -1,9 +1,9 @@
 """Update weights in buckets (ranges of values). Each group of weights has an update rule.
 
-- State is sharded like its weight. It exists before the first step, to be filled by a checkpoint.
+- State is sharded like its weight. It exists before the first step, for a checkpoint to fill.
 - Offloaded state lies in pinned host memory. A slot is device memory for one bucket's state.
 - `StateStream` copies state to the device during a step's last backward pass. After a bucket's
-  update its state is copied back, which the next step's first micro-batch waits for.
+  update, its state is copied back. The next step's first micro-batch waits for these copies.
 - `manifest/budget/trainer_memory.py` plans the slots' memory.
 """
 
@@ -168,13 +168,16 @@ class StateOffload:
 
     @torch.no_grad()
     def fill(self, room_bytes: int = 0) -> None:
-        """Copy the next buckets' state to the device while slots fit into `room_bytes`."""
+        """Copy the next buckets' state to the device while slots fit into `room_bytes`.
+
+        Use at least `NUM_SLOTS` slots.
+        """
         self._limit = max(NUM_SLOTS, room_bytes // max(1, self._slot_bytes))
         self._fetch_all()
 
     @torch.no_grad()
     def drain(self, room_bytes: int = 0) -> None:
-        """Free slots sent back to the host, oldest first, until the rest fits into `room_bytes`."""
+        """Free slots copied to the host, oldest first, until the rest fits into `room_bytes`."""
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
             if self._cuda:
@@ -256,7 +259,7 @@ class StateOffload:
             raise RunFailed(
                 f"trainer.memory.optimizer_offload: {block.nbytes / 2**30:.1f} GiB of host memory "
                 f"cannot be pinned (CUDA error {error}); free host memory, shard over more ranks, "
-                "or set it to false"
+                "or set the field to false"
             )
         return block.view(dtype)
 

@@ -14,7 +14,7 @@ from orrery.manifest.schema import AdamW, Sgd, SignSgd
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Flat slices of a weight, its gradient and its state, or shards if `needs_whole_shards`."""
+    """Flat slices of a weight, its gradient and state. With `needs_whole_shards`, whole shards."""
 
     source: nn.Parameter
     weight: Tensor

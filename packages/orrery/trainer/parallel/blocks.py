@@ -1,10 +1,10 @@
 """Run transformer blocks under activation checkpointing and torch.compile.
 
-- Checkpointed blocks keep their input, and with `selective` the results of named operations.
+- Checkpointed blocks keep their input and, with `selective`, the results of named operations.
 - A compiled block is one graph with the checkpoint inside. If ranks exchange tokens or keys in
   the block, the checkpoint wraps several graphs.
 - `recompute_modules` runs named modules under torch's `checkpoint`, which keeps only inputs. Hooks
-  stop later operations from saving the results. A block compiled to one graph needs no hooks.
+  stop later operations from saving the modules' results. Blocks of one graph need no hooks.
 """
 
 import textwrap
@@ -47,7 +47,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Block kinds, gradients and routes need more than torch's 8 graphs per function.
+# Block kinds, with or without gradients and routes, need more than torch's limit of 8 graphs.
 MAX_GRAPHS = 64
 
 
@@ -86,8 +86,8 @@ def explain_compile_error(model: Model) -> Iterator[None]:
             raise
         kind = model.hf_config["model_type"]
         raise OrreryError(
-            "trainer.compile true: torch does not compile blocks of "
-            f"model.hf_config.model_type {kind!r} whole "
+            "trainer.compile true: torch cannot compile whole blocks of "
+            f"model.hf_config.model_type {kind!r} "
             f"({textwrap.shorten(str(error), 240)}); set trainer.compile to false"
         ) from error
 
@@ -354,7 +354,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Identity that saves x. The backward pass caches x in `ctx.recomputed`."""
+    """Identity that saves x. `_recompute` caches x in `ctx.recomputed` until `backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Expert parameters are DTensors with Shard(0) on mesh axis `ep`. Their gradients 
 tokens.
 
     T: this rank's tokens, K: experts per token, M ≤ T·K: rows that this rank sends, R: ranks,
-    E: experts, D: hidden size, N: tokens from all ranks with an expert of this rank
+    E: experts, D: hidden size, N: all ranks' tokens that use this rank's experts
 """
 
 from collections.abc import Callable, Iterator
@@ -110,7 +110,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 
 
 class TorchExchange(nn.Module):
-    """Send each token once to each rank with any of its experts. Sum the results."""
+    """Send each token once to each rank that holds any of its experts. Sum the results."""
 
     eager = ("forward",)  # not compiled (`blocks.py`)
 
@@ -149,7 +149,7 @@ class TorchExchange(nn.Module):
         here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
         y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
-        # A token has one row per rank. Its other experts there point to a row of zeros.
+        # A token has one row per rank. Its other experts on this rank point to a row of zeros.
         if len(rows.row_M) > num_sent:
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)

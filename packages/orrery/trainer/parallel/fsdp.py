@@ -67,7 +67,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Tell FSDP which layers to prefetch, because the host waits in token exchanges."""
+    """Tell FSDP which layers to prefetch, because token exchanges delay its own prefetches."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers

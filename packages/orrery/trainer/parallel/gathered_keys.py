@@ -27,7 +27,7 @@ class KeyOrder(NamedTuple):
 
     Row r·t + i is the key of token i of rank r. A rank has an early and a late piece of each
     document. If keys stay latent, both pieces read one copy of all keys. Otherwise, each piece
-    reads its own copy of the document's keys, up to the piece's end. A copy has no row twice,
+    reads its own copy of the document's keys, up to the piece's end. A copy must not repeat a row,
     because `begin_back` would lose a gradient.
     """
 
