@@ -168,7 +168,7 @@ def _check_fits(
     if stored.base_sha256 != learner.base_sha256:
         raise RunFailed(
             f"{folder}: its adapters were trained on weights with sha256 {stored.base_sha256}, "
-            f"but this stage began with {learner.base_sha256}; restore the first weights, "
+            f"but this stage began with {learner.base_sha256}; restore the former weights, "
             f"or remove {folder.parent.parent} to train the adapters anew"
         )
     for name, tensor in state.items():
@@ -326,7 +326,7 @@ class SharedCopy:
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
-        if self._nameless < 0:  # kept open for restarted savers
+        if self._nameless < 0:  # the file stays open for restarted savers
             self._nameless = os.memfd_create("orrery.saves")
         self._path.symlink_to(f"/proc/self/fd/{self._nameless}")
         self._buffer, error = host_block(num_bytes, self._device, self._nameless)

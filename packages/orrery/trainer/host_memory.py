@@ -92,7 +92,7 @@ class _Pages(mmap.mmap):
     CUDA cannot pin registered addresses again (error 712).
     """
 
-    address: int | None = None  # None unless registered with CUDA
+    address: int | None = None
     unregister: Callable[[int], Any]
 
     def __del__(self) -> None:

@@ -232,7 +232,7 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: ComputeCopies | None = None  # compute-dtype weights on one rank, without FSDP
+        self.copies: ComputeCopies | None = None
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, f32 [M], at each token's temperature."""

@@ -97,7 +97,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # written by an earlier saver
+        return  # an earlier saver wrote the files
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -109,7 +109,7 @@ def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
 def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], bool]) -> None:
     begin_s, size, grown_s = time.monotonic(), -1, time.monotonic()
     while True:
-        found = set(os.listdir(partial))  # list, because NFS caches a file's absence
+        found = set(os.listdir(partial))  # list the folder, because NFS caches a file's absence
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return

@@ -186,7 +186,7 @@ def _message(number: int, entry: dict[str, Any]) -> Message:
             f'add it (empty content is "content": ""), or leave the message out'
         )
     if not isinstance(content, str | None):
-        raise TypeError(f"the content of a message is text, not {type(content).__name__}")
+        raise TypeError(f"the content of a message must be text, not {type(content).__name__}")
     parsed = tuple(_call(f"a call of message {number}", call) for call in calls)
     return Message(role, content or "", parsed, entry.get("name"))
 

@@ -52,7 +52,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint. Remove later steps (abandoned), and all but the newest `keep`."""
+        """Upload a checkpoint. Keep the newest `keep`, and remove (abandoned) later steps."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -66,7 +66,8 @@ class FsspecTarget:
         self._files.pipe_file(f"{self._root}/{newest}", msgspec.json.encode(header))
         kept: dict[str, StateSnapshot] = {}
         for path in reversed(self._headers()):
-            with suppress(msgspec.MsgspecError, ElasticError):  # skip headers of killed uploads
+            # Skip unreadable headers, which killed uploads leave.
+            with suppress(msgspec.MsgspecError, ElasticError):
                 if len(kept) < keep and path.rpartition("/")[2] <= newest:
                     kept[path] = self._header(path)
             if path not in kept:

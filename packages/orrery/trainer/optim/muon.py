@@ -32,7 +32,7 @@ from orrery.trainer.parallel.world import all_to_all
 RMS = 0.2
 FUSED = re.compile(r"\.gate_up_(proj|proj\.weight|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# For a·x + b·x³ + c·x⁵, which quickly moves singular values towards 1.
+# (a, b, c) of a·x + b·x³ + c·x⁵, which quickly moves singular values towards 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 

@@ -1,4 +1,4 @@
-"""Keep tensors saved for the backward pass in pinned host memory.
+"""Move tensors saved for the backward pass to pinned host memory.
 
 While a block computes, tensors of up to `max_in_flight` other blocks move to the host or back.
 The device keeps weights (also in FP8), small and non-dense tensors, arguments shared by blocks, and

@@ -36,7 +36,7 @@ class KeyOrder(NamedTuple):
     first: Tensor  # i32 [t], each query's first key in the padded stream
     last: Tensor  # i32 [t], each query's last key (its own)
     queries: Documents  # early and late pieces as separate sequences
-    keys: Documents  # whole documents if latent, or each document up to the piece's end
+    keys: Documents  # whole documents if latent, otherwise each document up to the piece's end
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
