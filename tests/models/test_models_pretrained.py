@@ -72,7 +72,7 @@ DIFFERENT = [  # family, key of config.json, value there, the sentence
      'model.rope_scaling null: config.json says rope_scaling {"rope_type": "yarn", '
      '"factor": 4.0, '),
     ("qwen3", "rope_scaling", {"type": "linear", "factor": 2.0},
-     "Family \"qwen3\" does not compute that: choose 'hugging_face'"),
+     "Family \"qwen3\" does not compute this scaling: choose 'hugging_face'"),
     ("llama", "rope_scaling", THEIR_LLAMA3, f"Write model.rope_scaling: {json.dumps(LLAMA3)}"),
     ("llama", "mlp_bias", True,
      "config.json says mlp_bias true, and this family computes with false only"),

@@ -143,7 +143,7 @@ def test_a_misshaped_tensor_is_named_with_both_shapes_and_nothing_is_loaded(save
     tamper(directory, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
     module = build(model)
     with pytest.raises(
-        OrreryError, match=r"model\.norm\.weight is \[31\], the manifest's model needs \[32\]"
+        OrreryError, match=r"model\.norm\.weight is \[31\], but the manifest's model needs \[32\]"
     ):
         weights.load(module, directory)
     assert all(parameter.isnan().all() for parameter in module.parameters())
@@ -406,7 +406,8 @@ def test_fp8_without_scales_or_with_misshaped_ones_is_a_sentence(saved):
     tamper(directory, quantized)
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
     tamper(directory, lambda tensors: tensors.update({name: torch.ones(2, 1)}))
-    with pytest.raises(OrreryError, match=rf"{name} is \[2, 1\], the manifest's model needs \[1"):
+    needed = rf"{name} is \[2, 1\], but the manifest's model needs \[1"
+    with pytest.raises(OrreryError, match=needed):
         weights.load(build(model), directory)
     tamper(directory, lambda tensors: tensors.pop(name))
     with pytest.raises(OrreryError, match=f"has a tensor in FP8, but not its scales {name}"):

@@ -1,6 +1,6 @@
 """Sort token rows by expert and back, and apply SwiGLU between an expert's products.
 
-T tokens, K experts per token, M = T·K routed rows, E experts, D hidden, I expert intermediate
+T tokens, K experts per token, M = T·K routed rows, E experts, D hidden size, I intermediate size
 
     rows = sort_by_expert(expert_TK, E)
     x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
@@ -31,8 +31,8 @@ class RowOrder(NamedTuple):
 
     row_M: Tensor  # i64: slot of each row (padding: 0)
     place_TK: Tensor  # i64: row of each slot
-    ends_E: Tensor  # i32: end of the expert's rows
-    counts_E: Tensor  # i32: number of the expert's slots
+    ends_E: Tensor  # i32: end of each expert's rows
+    counts_E: Tensor  # i32: number of each expert's slots
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:

@@ -1,7 +1,7 @@
 """Run FlashMLA's sparse forward pass on Hopper.
 
 The library `_flashmla_C` of vLLM's wheel is loaded without importing vLLM. A test call finds
-whether its log-sum-exp has base e or 2.
+the base of FlashMLA's log-sum-exp, e or 2.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512  # widths of a key and its value
-HEADS, KEYS = 64, 128  # must divide the numbers of heads and chosen keys
+HEADS, KEYS = 64, 128  # HEADS must divide the number of heads, KEYS that of chosen keys
 
 
 class FlashMLA(NamedTuple):
     operation: Any
-    lse_factor: float  # see `lse_factor`
+    lse_factor: float  # see the function `lse_factor`
 
 
 @cache
@@ -63,7 +63,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. `supports` must be true.
 
-    `length_T`: `sparse_mla_triton.lengths(indices_TK)`. Queries of length 0 have an undefined out.
+    `length_T`: `sparse_mla_triton.lengths(indices_TK)`. For length 0, out is undefined.
     """
     library = load()
     assert library is not None
@@ -79,7 +79,7 @@ def lse_factor(lse: float, num_keys: int) -> float:
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:
             return factor
-    raise ValueError(f"the log-sum-exp of {num_keys} zeros is {lse:.4g}, in no known base")
+    raise ValueError(f"the log-sum-exp of {num_keys} zeros is {lse:.4g}, so its base is unknown")
 
 
 def _lse_of_zeros(operation: Any) -> float:

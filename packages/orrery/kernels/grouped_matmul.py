@@ -1,8 +1,8 @@
 """Multiply each group's rows by its matrix, optionally with LoRA adapters a and b.
 
-out[group e] = x[group e] @ weight[e]ᵀ, with adapters + (x[group e] @ a[e]ᵀ) @ b[e]ᵀ
+out[group e] = x[group e] @ weight[e]ᵀ + (x[group e] @ a[e]ᵀ) @ b[e]ᵀ (last term: adapters only)
 
-Group e is rows `ends[e − 1]:ends[e]`. Later rows have no group: their output and x's gradient are
+Group e is rows `ends[e − 1]:ends[e]`. In the output and x's gradient, rows after the last group are
 undefined. In bfloat16 on a GPU, products use torch's grouped GEMM if 8 divides both sides of
 weight[e], and adapters up to rank 64 use Triton. Other inputs run in a slow loop.
 """

@@ -18,7 +18,7 @@ def engine_keys(
     `bits`: the engine's keys. `own`: the trainer's keys, i32 indices or −1. Query t may attend to
     keys first_t to last_t. A query is valid if this range has more than K keys, and the engine set
     exactly K bits, all in the range. Valid queries get the engine's keys, others keep `own_t`.
-    The counts: valid queries, and their engine keys that `own_t` lacks.
+    The counts are of valid queries, and of their engine keys that `own_t` lacks.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 

@@ -20,7 +20,7 @@ from orrery.kernels import HAS_TRITON, flash_mla
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # elements of gathered keys per chunk: 64 MiB in float32
-GPU_CHUNK_ELEMENTS = 2**27  # on a GPU, for fewer launches: 512 MiB
+GPU_CHUNK_ELEMENTS = 2**27  # the same on a GPU, for fewer launches: 512 MiB
 
 
 def sparse_mla(
@@ -35,7 +35,7 @@ def sparse_mla(
 
     V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, unique per
     query, or −1 for no key. Queries without keys get out 0 and lse −∞. Only out has gradients.
-    Results are bitwise reproducible. Raise ValueError on other shapes or dtypes.
+    Raise ValueError on other shapes or dtypes.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -134,7 +134,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of q and kv, summed in float32.
 
-    d(q_th · kv_j) = scale · p_thk (grad_th · kv_j[:V] − grad_th · out_th)
+    Derivative by q_th · kv_j: scale · p_thk (grad_th · kv_j[:V] − grad_th · out_th)
     """
     if backend != "plain":
         tensors = (x.contiguous() for x in (grad, q, kv, indices, out, lse))

@@ -1,10 +1,10 @@
 """Triton kernels of sparse MLA: forward pass, and backward pass without atomics.
 
-C queries of a chunk. `sparse_mla` defines other letters. A pair is a query and one of its chosen
+A chunk has C queries. `sparse_mla` defines other letters. A pair is a query and one of its chosen
 keys. Outputs of the backward kernels:
 
-- `_pair_gradients`: dlogit = d(q · key) [C, K, H], and dkv [D] of each pair, Σ_h dlogit_h · q_h.
-  The first V columns of dkv also get Σ_h p_h · dout_h
+- `_pair_gradients`: dlogit [C, K, H], the derivative by q · key, and for each pair dkv [D] =
+  Σ_h dlogit_h · q_h. The first V columns of dkv also get Σ_h p_h · dout_h
 - `_query_gradients`: dq = dlogitᵀ · keys
 - `_sum_pairs`: each key's sum of dkv over pairs, in float32 in a fixed order
 """
@@ -29,10 +29,10 @@ MAX_GRID = 65535  # queries per chunk: CUDA limits a grid's second axis
 
 
 class Tiles(NamedTuple):
-    """Tile sizes. In the backward pass: (keys or pairs, columns, warps, stages)."""
+    """Tile sizes. Tuples of the backward pass are (keys or pairs, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
-    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # doubled warps for 128 heads
+    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # `_chunk` doubles warps for 128 heads
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # maximum pairs per chunk, C·K
@@ -61,7 +61,7 @@ def clear_empty(out_THV: Tensor, length_T: Tensor) -> None:
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
-    """Return i32 [T]: 1 + each query's last column with a key, or 0."""
+    """Return i32 [T]: 1 + each query's last column with a key, or 0 without keys."""
     place_K = torch.arange(1, indices_TK.shape[1] + 1, dtype=torch.int32, device=indices_TK.device)
     return torch.where(indices_TK >= 0, place_K, 0).amax(dim=1)
 
@@ -164,7 +164,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Results of `_order_of_keys`, because layers share tensors of chosen keys.
+# Cached results of `_order_of_keys`, because layers share tensors of chosen keys.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -74,7 +74,7 @@ def reference_token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return 256 on a CPU, or the tokens whose logits fill 1/16 of GPU memory, at 6 bytes each."""
+    """Return 256 on a CPU, or how many tokens' logits (6 bytes each) fill 1/16 of GPU memory."""
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -84,7 +84,7 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def tiles(
     num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """Return (tokens, vocabulary) slices of tiles with at most `chunk_tokens` × V logits.
+    """Return each tile's (tokens, vocabulary) slices.
 
     A plain tile spans the vocabulary, a Triton tile all tokens.
     """

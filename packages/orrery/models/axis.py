@@ -59,7 +59,7 @@ def model_of(
 ) -> tuple[Model, str | None]:
     """Return the model, and the reason for family `hugging_face` or None.
 
-    Raise OrreryError for types unknown to transformers, and quantization other than FP8 blocks.
+    Raise OrreryError for types unknown to transformers, and for quantization except FP8 blocks.
     """
     content = hf_folder.read_config(folder, "fetch the model again")
     kind = content.get("model_type")
@@ -89,7 +89,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Count MTP layers in the weights, because `config.json` may state more."""
+    """Count multi-token-prediction layers in the weights, because `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -180,7 +180,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond this, longrope's angles depend on the longest document
+    for rope in ropes:  # beyond `most`, longrope's angles depend on the longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
 
-`lm_head_weight` may be a shard, because FSDP gathers it only in its module's calls.
+`lm_head_weight` may be a shard, because FSDP gathers it only during calls of its module.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from orrery.models.layers import (
 )
 
 # Our parameter name → Hugging Face's. `{expert}` is the index in dimension 0.
-Names = dict[str, str | tuple[str, ...]]  # tuple: split evenly in dim 0 (dim 1 with {expert})
+Names = dict[str, str | tuple[str, ...]]  # a tuple splits dim 0 evenly (dim 1 with {expert})
 
 
 class LmHead(nn.Module):
@@ -57,9 +57,9 @@ class CausalLm(nn.Module):
 
     layers: nn.ModuleList
     lm_head: Any
-    names: Names | None = None  # None: see `families.hf_names`
+    names: Names | None = None  # if None, see `families.hf_names`
     # Results of the latest forward pass:
-    num_routes_differ: Tensor | None = None  # i64 []
+    num_routes_differ: Tensor | None = None  # i64 [], see `Router.forward`
     expert_load_LE: Tensor | None = None  # i64
     choices_differ: Tensor | None = None  # i64 [2], see `ChosenKeys.differ`
     indexer_kl: Tensor | None = None  # f32 [], see `ChosenKeys.kl`
@@ -109,7 +109,7 @@ class CausalLm(nn.Module):
         """Fill the allocated non-persistent buffers."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return a parameter's initial value, whole on CPU, or None for the default draw."""
+        """Return a parameter's whole initial value on CPU, or None for the default draw."""
         return None
 
     def log_probs(
@@ -120,10 +120,7 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs of target tokens, and entropies: f32 [T] each, differentiable.
-
-        `target` is i64 [T], `temperature` f32 [T] > 0.
-        """
+        """Return log-probs of target tokens, and entropies: f32 [T] each, differentiable."""
         rows = (target_T, temperature_T)
         if self.lm_head is not None:
             return self.lm_head(hidden_TD, *rows, chunk_tokens, keep_logits)
@@ -163,7 +160,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return output [T, D], route counts (None if dense) and the next block's chosen keys."""
+        """Return output [T, D], route counts (None if dense) and chosen keys for the next block."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

@@ -133,7 +133,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # rotated width
+        "head_dim": mla.rope_head_dim,  # here, the rotated width
         "rope_interleave": True,
         # vLLM chooses the router by the next two fields.
         "topk_method": "noaux_tc",
@@ -209,9 +209,9 @@ class ModelFamily:
     """Names and module groups of a model family.
 
     - `ignored`: patterns of Hugging Face names that loading skips.
-    - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*`: a group per layer. FSDP
-      must not cast inputs, because temperatures are float32.
-    - `expert_modules`: name patterns of modules with experts in dimension 0 of parameters.
+    - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means a group per layer.
+      FSDP must not cast inputs, because temperatures are float32.
+    - `expert_modules`: name patterns of modules with experts in dimension 0 of their parameters.
     """
 
     hf_config: Callable[[Model], dict[str, Any]]
@@ -224,7 +224,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# The first and last modules read tied embeddings, so the root FSDP unit owns them.
+# The root FSDP unit owns tied embeddings, because the first and last modules both read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # rotary frequencies in old checkpoints

@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once per optimizer step, to the values that engines receive.
 
-An FP8 layer has lists `<name>_fp8` of quantized weights. If one is empty, each forward pass
-quantizes the weights.
+An FP8 layer has lists `<name>_fp8` of quantized weights. If a list is empty, each forward
+pass quantizes the weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
 
 
 class WeightCache:
-    """Quantized weights without FSDP. Pre-hook `refresh` quantizes changed weights."""
+    """Quantized weights without FSDP. The forward pre-hook `refresh` updates changed weights."""
 
     def __init__(self, network: nn.Module):
         self._network = network
@@ -94,8 +94,9 @@ class SentWeights:
             box = local_box(weights[name])
             if any(side % BLOCK for sides in box[-2:] for side in sides):
                 raise OrreryError(
-                    f"model.fp8: this rank holds {list(box)} of {name}, no whole blocks of {BLOCK} "
-                    f"× {BLOCK}; set trainer.mesh.dp_shard to less, or transport.weights to 'files'"
+                    f"model.fp8: this rank holds {list(box)} of {name}, not whole blocks of "
+                    f"{BLOCK} × {BLOCK}; set trainer.mesh.dp_shard to less, or "
+                    "transport.weights to 'files'"
                 )
             value, scale = quantize_weight(local_tensor(weights[name]).bfloat16()).forward
             if name not in self.values:

@@ -1,8 +1,8 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-`config.json`, removed first and written last, marks complete folders. FP8 matrices (e4m3) have a
-scale per block of 128 × 128. Multi-token-prediction layers (MTP, https://arxiv.org/abs/2412.19437,
-section 2.2) are copied, not trained.
+`config.json` marks complete folders, because it is removed first and written last. FP8 matrices
+(e4m3) have a scale per block of 128 × 128. Multi-token-prediction layers (MTP,
+https://arxiv.org/abs/2412.19437, section 2.2) are copied, not trained.
 """
 
 import copy
@@ -72,8 +72,8 @@ def open_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Check the folder's tensors, and yield {tensor name: open file} for `read`.
 
-    Raise OrreryError unless all `wanted` names and shapes exist, and other names are FP8 scales or
-    `is_expected`. With `tied`, ignore the LM head.
+    Raise OrreryError if a `wanted` tensor is missing or has another shape, or if another tensor is
+    no FP8 scale and not `is_expected`. With `tied`, ignore the LM head.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -138,7 +138,7 @@ def _check_shape(
 ) -> None:
     if (shape := tuple(_slice(files, name).get_shape())) != wanted:
         raise OrreryError(
-            f"{directory}: tensor {name} is {list(shape)}, the manifest's model needs "
+            f"{directory}: tensor {name} is {list(shape)}, but the manifest's model needs "
             f"{list(wanted)}"
         )
 
@@ -157,7 +157,7 @@ def weight_files(directory: Path) -> list[Path]:
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
-            "Run the stage that writes it again"
+            "Run again the stage that writes it"
         )
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
@@ -178,8 +178,8 @@ def weight_files(directory: Path) -> list[Path]:
 def check_digest(directory: Path, expected: str) -> None:
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
-            f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write that if "
-            "these weights are right, or fetch the manifest's revision again"
+            f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write this "
+            "digest if these weights are right, or fetch the manifest's revision again"
         )
 
 
@@ -328,7 +328,7 @@ COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 def read_config(directory: Path, remedy: str) -> dict[str, Any]:
     """Return `config.json`, with infinities as {"__float__": "Infinity"}.
 
-    Manifests hold finite numbers only. transformers uses this form too.
+    Manifests hold finite numbers only.
     """
     return read_object(directory / CONFIG_FILE, remedy, lambda name: {"__float__": name})
 
@@ -389,7 +389,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
         remedy = f"Write model.rope_scaling: {_json({'kind': 'yarn', **fields})}"
     else:
         remedy = (
-            f"Family {_json(model.family)} does not compute that: choose 'hugging_face', "
+            f"Family {_json(model.family)} does not compute this scaling: choose 'hugging_face', "
             "with hf_config the content of that file"
         )
     said = model.rope_scaling and model.rope_scaling.model_dump()

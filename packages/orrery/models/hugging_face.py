@@ -28,7 +28,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Names
 
-# Tokens attend to later tokens, though transformers lists these as causal.
+# Types with attention to later tokens, though transformers lists them as causal
 NOT_CAUSAL = ("cpmant", "xlnet")
 # our field → names in transformers' configs
 FIELDS = {
@@ -129,7 +129,7 @@ def _embedding(module: Any) -> nn.Module:
 
 
 def check_layers(config: PreTrainedConfig, source: str) -> None:
-    """Raise OrreryError if layers differ in a config attribute, as transformers allows."""
+    """Raise OrreryError if layers differ in a config attribute."""
     if names := sorted(getattr(config, "per_layer_attributes", None) or ()):
         raise OrreryError(
             f"{source}: layers of {config.model_type!r} differ in {' and '.join(names)}, "
@@ -209,12 +209,12 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # private, renames tensors as `save_pretrained` does
+try:  # private function, renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # a test expert's: 12 rows divide into 2, 3 or 4 parts
+PROBE_SHAPE = (12, 2)  # of a test expert, because 12 rows divide into 2, 3 or 4 parts
 
 _global_generator = threading.Lock()  # held during draws from torch's global generator
 
@@ -354,7 +354,7 @@ class _BodyOutput:
 
 
 class _PassthroughBody(nn.Module):
-    """Return inputs unchanged. Numeric attributes are the body's. Any other returns `self`."""
+    """Return inputs unchanged. Numeric attributes are the body's. Other attributes are `self`."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -472,7 +472,7 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the checkpoint name of an expert's tensor, with `{expert}` for its index.
+    """Return the checkpoint name of an expert's tensor, with `{expert}` for the expert's index.
 
     Return a tuple if checkpoints split the tensor into equal parts. Raise OrreryError for other
     splits.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA), dense or sparse over an indexer's choice of keys.
+"""Multi-head latent attention (MLA), dense, or sparse with keys chosen by an indexer.
 
 Shapes: T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
 unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys or
@@ -49,7 +49,7 @@ class ChosenKeys(NamedTuple):
 
 
 class KeyIndexer(nn.Module):
-    """Choose for query t the keys s of highest score Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
+    """Choose for query t the keys s with the highest Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
     GLM-5 rotates column pairs (2i, 2i + 1) of q and k (`turns_pairs`), DeepSeek-V3.2 (i, i + R/2).
     """
@@ -140,7 +140,7 @@ class LocalKeys(nn.Module):
     is_gathered = False
 
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
-        """Start gathering tensors [T, ·]. `receive` returns them [S, ·]."""
+        """Start gathering tensors [T, ·]. `receive` returns them as [S, ·]."""
         return keys
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
@@ -199,7 +199,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the next layer's `choice`.
 
-        An indexer may replace `choice`, the previous layer's.
+        `choice` comes from the previous layer. This layer's indexer may replace it.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -253,7 +253,7 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
     ) -> ChosenKeys:
-        """Add this layer's loss to `choice.kl`, averaged over layers that share the choice."""
+        """Add this layer's loss, divided by `num_served`, to `choice.kl`."""
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
         if documents.is_padding is not None:
@@ -318,7 +318,6 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let indexers use an engine's choice of keys."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

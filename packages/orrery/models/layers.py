@@ -1,7 +1,7 @@
 """Layers of pre-norm transformers: attention, feed-forward, and mixtures of experts.
 
 Shapes: T tokens, D hidden, H query heads, G key and value heads, K head size, R rotated width. In
-mixtures: E experts, K experts per token, M = T·K rows, I expert intermediate.
+mixtures: E experts, K experts per token, M = T·K rows, I intermediate size.
 """
 
 import math
@@ -103,7 +103,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high, interpolate between (YaRN)."""
+    """Divide low frequencies by `factor`, keep high frequencies, interpolate in between (YaRN)."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -174,9 +174,10 @@ class Attention(nn.Module):
 class Router(nn.Module):
     """Choose and score each token's top K experts.
 
-    - Scores are probabilities times `scale`. `normalize_top_k` first divides them by their sum.
+    - Scores are probabilities times `scale`. `normalize_top_k` first divides a token's K
+      probabilities by their sum.
     - A "sigmoid" router adds `expert_bias` [E] for the choice only (DeepSeek-V3,
-      https://arxiv.org/abs/2412.19437, equation 16). Biases in bfloat16 would change it.
+      https://arxiv.org/abs/2412.19437, equation 16). Biases in bfloat16 would change the choice.
     - `groups` (n, k) limits the choice to the best k of n groups.
     """
 
@@ -203,10 +204,10 @@ class Router(nn.Module):
     def forward(
         self, x_TD: Tensor, replayed_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return scores f32 [T, K], expert ids i64 [T, K], and i64 [], the differing routes.
+        """Return scores f32 [T, K], expert ids i64 [T, K], and the number of differing routes.
 
-        Valid ids in `replayed_TK` replace the router's choice. A route differs if the router did
-        not choose it.
+        Valid ids in `replayed_TK` replace the router's choice. A replayed route differs if the
+        router did not choose it.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -228,7 +229,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Keep the `num_kept` groups with the highest sum of two best values. Set others to −∞."""
+    """Keep the `num_kept` groups with the highest sums of two best values. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -264,7 +265,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D], each token's sum of score · output over its experts.
 
-        With `has_spare`, rows after `rows.ends_E[-1]` have no expert.
+        With `has_spare`, rows after `rows.ends_E[-1]` have no expert, and their output is 0.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
@@ -300,7 +301,7 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
-    load_E: Tensor  # i64, tokens per expert without padding
+    load_E: Tensor  # i64, tokens per expert, without padding tokens
     num_differing: Tensor | None  # i64 [], see `Router.forward`
 
 

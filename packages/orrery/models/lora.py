@@ -95,7 +95,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return part `box` of an adapter's factor A or B.
 
-    All ranks join a gather or none does, because it depends on placements alone.
+    All ranks join a gather or none does, because the choice depends on placements alone.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -53,7 +53,7 @@ def local_box(parameter: Tensor) -> Box:
     if tuple(stop - start for start, stop in box) != tuple(parameter.to_local().shape):
         raise NotImplementedError(
             f"placements {parameter.placements} of a tensor {list(parameter.shape)} "
-            "are not understood here"
+            "are not supported"
         )
     return box
 
@@ -61,7 +61,7 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Return this rank's box. Mesh axes split `shape` like `torch.chunk`.
 
-    An axis is (strided, tensor dim, number of parts, this rank's part). Strided axes
+    An axis is (strided, tensor dim, number of parts, index of this rank's part). Strided axes
     (`_StridedShard`) split last.
     """
     box = [(0, size) for size in shape]

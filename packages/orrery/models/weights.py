@@ -35,7 +35,7 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # each holds a float32 tensor
+MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor
 # inserted into parameter names by activation checkpointing and torch.compile
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -74,7 +74,7 @@ def _seed(init: RandomInit, name: str) -> int:
 def initialize_on_device(
     module: CausalLm, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Draw shards on `device` (default: the shards'). Values depend on device and mesh."""
+    """Draw shards on `device`, by default their own. Values depend on device and mesh."""
     _allocate(module)
     device = device or local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
@@ -151,7 +151,7 @@ def _allocate(module: CausalLm) -> None:
 def load(
     module: CausalLm, directory: Path | str, on_tensor: Callable[[], object] = lambda: None
 ) -> None:
-    """Fill the module from a Hugging Face folder, in its dtype.
+    """Fill the module from a Hugging Face folder. Keep the module's dtype.
 
     Call `on_tensor` after every tensor. Raise OrreryError before any change if the folder does not
     match.
@@ -192,7 +192,7 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files. A file above `max_file_bytes` has one tensor.
 
-    Copy MTP (multi-token-prediction) layers from folder `start`. A rank holds at most one file.
+    Copy MTP (multi-token-prediction) layers from folder `start`. A rank buffers at most one file.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -217,7 +217,7 @@ def save(
                 elif is_mine:
                     tensor = hf_folder.read(base, hf)
                 if is_mine:
-                    # A view would keep the gathered parameter.
+                    # A view would keep the gathered parameter in memory.
                     tensor = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
                     held[hf.name], held_file = tensor, file
             ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
@@ -316,7 +316,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT name, tensor in `dtype`) of all adapters. Collective if sharded.
 
-    `lora_A` [rank, in], `lora_B` [out, rank] with the scale. Experts are not supported.
+    `lora_A` is [rank, in]. `lora_B` is [out, rank], times the scale. Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}
@@ -334,7 +334,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (HF tensor, box within it, this rank's data) without gather or copy.
 
-    Replicas yield equal boxes. `replacements`: {parameter name: shard to yield}.
+    Replicas yield equal boxes. `replacements`: {parameter name: shard to yield instead}.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

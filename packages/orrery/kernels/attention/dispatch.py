@@ -35,7 +35,7 @@ BACKENDS: dict[str, AttentionBackend] = {
     "plain": Plain(),
 }
 
-CHOICES: dict[str, tuple[str, ...]] = {  # values of `trainer.attention`
+CHOICES: dict[str, tuple[str, ...]] = {  # `trainer.attention` → backends to try first
     "auto": (),
     "fa2": ("flash",),
     "fa4": ("flash4",),
@@ -61,8 +61,8 @@ def prefer(choice: str) -> None:
     names = CHOICES[choice]
     if choice in PACKAGES and PACKAGES[choice][1]() is None:
         raise ValueError(
-            f"the package {PACKAGES[choice][0]} cannot be imported here; install it as "
-            "locks/cuda.txt has it, or choose 'auto'"
+            f"the package {PACKAGES[choice][0]} cannot be imported here; install the "
+            "version in locks/cuda.txt, or choose 'auto'"
         )
     rest = [name for name in BACKENDS if name not in names]
     _order[:] = names if names == PORTABLE else [*names, *rest]
@@ -118,7 +118,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D], and log-sum-exp [T, H] without gradient.
 
-    Queries without keys get 0 and −∞. Raise ValueError unless G divides H.
+    Queries without keys get out 0 and log-sum-exp −∞. Raise ValueError unless G divides H.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -129,7 +129,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# Without autograd: gradients come from `attention_backward`.
+# Without autograd, because callers compute gradients with `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 

@@ -23,7 +23,7 @@ from orrery.kernels.attention.layout import (
 _BLOCK_QUERIES = 512
 _SHORTEST_SHARE = 0.75  # minimum length ratio of a batch's shortest to longest document
 _MAX_LENGTH = 1024  # longest document in `Batched`
-_MAX_SCORES = 1 << 26  # scores at a time: three float32 tensors of 256 MiB
+_MAX_SCORES = 1 << 26  # scores per step, in three float32 tensors of 256 MiB
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -111,8 +111,8 @@ def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
 class Grids:
     """Padded batches ("grids") of documents of similar length, one document per row.
 
-    `sources[b]` i64 [N_b, L_b]: token of each cell in grid b. Padding repeats the row's last token.
-    `place` i64 [T]: each token's cell in the concatenated grids, or None if cell i is token i.
+    `sources[b]` i64 [N_b, L_b]: each cell's token in grid b. Padding repeats the row's last token.
+    `place` i64 [T]: each token's cell in the concatenated grids, or None if cell i holds token i.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:

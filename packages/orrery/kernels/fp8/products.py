@@ -1,8 +1,8 @@
 """Compute linear layers and grouped experts in FP8, with float32 sums.
 
-For y = x · wᵀ and dx = dy · w, x and dy are quantized by rows. For dw = dyᵀ · x, by columns.
-Backends: DeepGEMM on Hopper, bitwise equal to vLLM, or a slow float32 reference. `parts` is a
-weight quantized in advance. Without it, each pass quantizes the weight.
+For y = x · wᵀ and dx = dy · w, x and dy are quantized by rows. For dw = dyᵀ · x, they are quantized
+by columns. Backends: DeepGEMM on Hopper, bitwise equal to vLLM, or a slow float32 reference.
+`parts` is a weight quantized in advance. Without it, each pass quantizes the weight.
 """
 
 import importlib
@@ -106,7 +106,7 @@ def grouped_weight_gradient(
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # `sizes` need not be exact: DeepGEMM only chooses tiles and checks buffers by them.
+    # `sizes` may be inexact, because DeepGEMM only chooses tiles and checks buffers by them.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
@@ -130,7 +130,7 @@ def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = No
     """
     sizes = [weight.shape[0] for weight in weights]
     if bad := [size for size in sizes if size % BLOCK]:
-        raise ValueError(f"a layer in FP8 has a multiple of 128 outputs, not {bad[0]}")
+        raise ValueError(f"a layer in FP8 must have a multiple of 128 outputs, not {bad[0]}")
     keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     y_MN = _linear(x_MK, list(weights), parts or [], keeps)[0]
     return list(y_MN.split(sizes, dim=1))
@@ -141,8 +141,8 @@ def fp8_grouped_matmul(
 ) -> Tensor:
     """Return [M, N] in x's dtype: x's rows of group e times weight[e]ᵀ.
 
-    Padding is undefined in the result and x's gradient. `parts`: `weight_parts(weight)`. M must be
-    a multiple of 128. Raise ValueError unless N and K are.
+    Padding is undefined in the result and x's gradient. `parts`: `weight_parts(weight)`. 128 must
+    divide M, N and K. Raise ValueError if it does not divide N or K.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -154,7 +154,7 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, and value and scale of x quantized by columns (empty unless `keeps`).
 
-    Autograd keeps the weights, not their concatenation, since FSDP can free weights.
+    Autograd keeps the weights, not their concatenation, because FSDP can free weights.
     """
     weight = Quantized(*(parts or weight_parts(_joined(weights)))[:2])
     rows, columns = quantize(x_MK, has_columns=keeps)
@@ -178,7 +178,7 @@ def _linear_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx in grad's dtype and dw in float32. Unwanted gradients are empty.
 
-    `weight`: [weight], or [value, scale] of its quantized transpose.
+    `weight`: [weight], or [value, scale] of the weight's quantized transpose.
     """
     rows, grad_columns = quantize(grad_MN, None, wants_x, wants_weight)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
@@ -210,7 +210,7 @@ def _linear_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ..
     wants_x, wants = ctx.needs_input_grad[:2]
     if grad_MN is None:
         return None, [None] * len(wants), nothing, None
-    saved = ctx.saved_tensors  # activation checkpointing allows one read
+    saved = ctx.saved_tensors  # activation checkpointing allows only one read
     weight, columns = list(saved[:-2]), list(saved[-2:])
     if weight and not ctx.num_parts:
         weight = [_joined(weight)]
@@ -274,7 +274,7 @@ def _grouped_gradients(
     wants_weight: bool,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [M, K] and dw [E, N, K] as `_linear_gradients`. dy is grad or grad[token_M]."""
+    """Return dx [M, K] and dw [E, N, K] like `_linear_gradients`. dy is grad or grad[token_M]."""
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)

@@ -2,8 +2,8 @@
 
 M rows, K columns, N outputs, E groups. Blocks are 1 × 128 in `rows` of activations, 128 × 1 in
 `columns` (stored transposed), and 128 × 128 in weights. No column block spans two groups, and
-padding rows count as zero. Bitwise equal to vLLM 0.32: rows to `per_token_group_fp8_quant`, weights
-to `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
+padding rows count as zero. Rows are bitwise equal to `per_token_group_fp8_quant` of vLLM 0.32, and
+weights to its `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
 """
 
 from itertools import pairwise
@@ -39,8 +39,8 @@ class RowGroups(NamedTuple):
 
 
 class Weight(NamedTuple):
-    forward: Quantized  # [.., N, K], scales [.., N/128, K/128]
-    backward: Quantized  # [.., K, N]
+    forward: Quantized  # values [.., N, K], scales [.., N/128, K/128]
+    backward: Quantized  # the transpose, [.., K, N]
 
 
 def quantize(
@@ -53,15 +53,15 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
-    With `token_M`, x is [T, K]: quantize x[token]. With `score_M`, x is [M, 2·K]: quantize
-    swiglu_rows(x, score).
+    With `token_M`, x is [T, K], and x[token] is quantized. With `score_M`, x is [M, 2·K], and
+    swiglu_rows(x, score) is quantized.
 
     Rows are values [M, K] and scales [M, K/128]. Columns are values of xᵀ [K, M'] and scales
     [M'/128, K], M' = M rounded up to whole blocks. With groups, column values are flat: one matrix
     [K, rows] per group. Raise ValueError if 128 does not divide K.
     """
     if x_MK.dim() != 2 or x_MK.shape[1] % (BLOCK if score_M is None else 2 * BLOCK):
-        raise ValueError(f"x in FP8 is [M, K] with K a multiple of 128, not {_sides(x_MK)}")
+        raise ValueError(f"x in FP8 must be [M, K] with K a multiple of 128, not {_sides(x_MK)}")
     if kernels := _triton(x_MK):
         sources = (each if each is None else each.contiguous() for each in (token_M, score_M))
         found = kernels.quantize(x_MK.contiguous(), groups, has_rows, has_columns, *sources)

@@ -208,8 +208,8 @@ def _quantize_weight(weight, value, scale, value_t, scale_t, n, k):
     unit = top * 0.002232142857142857
     inverse = 1.0 / unit
     tl.store(value + first + offset, (number * inverse).to(value.dtype.element_ty))
-    # Transpose before rounding: ptxas 12.8 reads unwritten registers if one rounded tile is stored
-    # both as it is and transposed (tests/kernels/test_kernels_compiled.py).
+    # Transpose before rounding, because ptxas 12.8 reads unwritten registers if a rounded tile is
+    # stored both plain and transposed (tests/kernels/test_kernels_compiled.py).
     turned = tl.trans(loaded).to(tl.float32) * inverse
     first_t = stack + column_block * 128 * n + row_block * 128
     offset_t = here[:, None] * n + here[None, :]
