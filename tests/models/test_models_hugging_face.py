@@ -273,14 +273,14 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
     for ours, (theirs, value, told) in differ.items():
         with pytest.raises(
             OrreryError,
-            match=rf"model\.{told}model\.hf_config\.{theirs} is {value}\. Write the same",
+            match=rf"model\.{told}model\.hf_config\.{theirs} is {value}\. Make them equal",
         ) as caught:
             make_network({**content, theirs: value})
         assert f"model.{ours} " in str(caught.value)
     with pytest.raises(
         OrreryError,
         match=r"model\.head_dim 8: model\.hf_config has head sizes 16\. "
-        r"Set model\.head_dim to that size",
+        r"Set model\.head_dim to one of these",
     ):
         make_network(
             {**content, "model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16}

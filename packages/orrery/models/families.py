@@ -291,8 +291,8 @@ def _check_shared_experts(model: Model) -> None:
         )
     if not moe.num_shared_experts:
         raise OrreryError(
-            f"model.moe.num_shared_experts 0: engines read {model.family!r} with a shared "
-            "expert only. Set it to 1 or more"
+            f"model.moe.num_shared_experts 0: engines support {model.family!r} only with "
+            "a shared expert. Set it to 1 or more"
         )
 
 

@@ -390,7 +390,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
     else:
         remedy = (
             f"Family {_json(model.family)} does not compute this scaling: choose 'hugging_face', "
-            "with hf_config the content of that file"
+            "with that file's content as hf_config"
         )
     said = model.rope_scaling and model.rope_scaling.model_dump()
     raise OrreryError(
@@ -419,7 +419,7 @@ def _mismatch(
         return OrreryError(
             f"model.family {_json(model.family)}: {file} says {key} {_json(found)}, "
             f"and this family computes with {_json(said)} only. Choose 'hugging_face', "
-            "with hf_config the content of that file"
+            "with that file's content as hf_config"
         )
     return OrreryError(
         f"model.{field} {_json(said)}: {file} says {key} {_json(found)}. "
@@ -434,7 +434,7 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         from orrery.models.hugging_face import check_layers, decode_floats
     except ImportError as error:
         raise OrreryError(
-            "model.init.kind 'pretrained': transformers must read the config, and is not "
+            "model.init.kind 'pretrained': transformers must read the config, but is not "
             "installed here. Install it"
         ) from error
     try:

@@ -96,7 +96,7 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
         values = " and ".join(map(str, found))
         raise OrreryError(
             f"model.head_dim {model.head_dim}: model.hf_config has head sizes "
-            f"{values}. Set model.head_dim to that size"
+            f"{values}. Set model.head_dim to one of these"
         )
 
 
@@ -163,14 +163,14 @@ def _check_fields(model: Model, config: PreTrainedConfig) -> None:
         said, theirs = getattr(model, ours), find_field(config, names)
         if theirs is not None and (found := getattr(config, theirs)) != said:
             raise OrreryError(
-                f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}. Write the same"
+                f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}. Make them equal"
             )
     found = [one["rope_theta"] for one in rotations(config) if "rope_theta" in one]
     if found and model.rope_theta not in found:
         values = " and ".join(map(repr, found))
         raise OrreryError(
             f"model.rope_theta {model.rope_theta!r}: model.hf_config.rope_theta is {values}. "
-            "Write the same"
+            "Make them equal"
         )
 
 
