@@ -183,13 +183,13 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     for rope in ropes:  # beyond `most`, longrope's angles depend on the longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
-    heads = found.get("num_heads", 1)
+    heads, hidden_size = found.get("num_heads", 1), found.get("hidden_size", 1)
     return {
         "num_kv_heads": heads,
-        "intermediate_size": 4 * found.get("hidden_size", 1),
+        "intermediate_size": 4 * hidden_size,
         "rms_norm_eps": 1e-5,
         **found,
-        "head_dim": getattr(config, "head_dim", None) or found["hidden_size"] // heads,
+        "head_dim": getattr(config, "head_dim", None) or hidden_size // heads,
         "max_positions": most if most > 0 else 2048,
         "rope_theta": thetas[0] if thetas else 10000.0,
         "rotary_fraction": 1.0,
