@@ -421,8 +421,8 @@ def write_tokenizer(model: Model, folder: Path) -> None:
     if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
         names = " ".join(file.name for file in files)
         raise OrreryError(
-            f"model.tokenizer.sha256 {expected}: {names} of {source} have {found}. Write this digest "
-            "if these files are right, or fetch the manifest's files again"
+            f"model.tokenizer.sha256 {expected}: {names} of {source} have {found}. Write this "
+            "digest if these files are right, or fetch the manifest's files again"
         )
     for file in files:
         shutil.copyfile(file, folder / file.name)
