@@ -157,8 +157,8 @@ def _make(folder: Path, name: str, common_name: str, extensions: Sequence[str]) 
 def _check_absent(key: Path) -> None:
     if key.exists():
         raise ElasticError(
-            f"certificates: {key} exists, and a new key would break its links; use it, or "
-            "choose another folder or name"
+            f"certificates: {key} exists and is not overwritten; use it, or choose another folder "
+            "or name"
         )
 
 

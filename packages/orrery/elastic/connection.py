@@ -38,11 +38,11 @@ LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
 SLICE = 1 << 17  # bytes per acquisition of the TLS lock
 SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
-FLUSH_S = 5.0  # to send queued frames after `close`
+FLUSH_S = 5.0  # maximum time to send queued frames after `close`
 HANDSHAKE_S = 10.0  # per socket call
 MAX_STRANGERS = 32  # maximum unfinished handshakes
 RETRY_S = 0.2
-UNSENT = 1 << 17  # maximum unsent bytes. Other connections take the next frames.
+UNSENT = 1 << 17  # maximum unsent bytes per connection, so that faster connections send more frames
 CONGESTION = b"bbr"  # keeps its rate under random loss
 WINDOW = 8 << 20  # send buffer in bytes, for 0.4 Gb/s at 100 ms round trip
 KERNEL = Path("/proc/sys/net")
@@ -345,7 +345,7 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure, or after `end_s`.
 
-        `place`: address of the peer or, with `is_relay`, of a relay, which both dial.
+        `place`: address of the peer or, with `is_relay`, of a relay that both sites dial.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -416,8 +416,8 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 def widen(sock: socket.socket) -> None:
     """Enlarge the send buffer to WINDOW bytes or the kernel's maximum.
 
-    Do nothing if the kernel's tuning, which setsockopt ends, reaches that size. setsockopt doubles
-    the given size (socket(7)).
+    Do nothing if the kernel's automatic tuning reaches that size, because setsockopt ends this
+    tuning. setsockopt doubles the given size (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])
@@ -434,7 +434,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        # Raise if the peer is gone: `wrap_socket` would leak the socket.
+        # Raise here if the peer is gone, because `wrap_socket` would leak the socket.
         sock.getpeername()
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:

@@ -176,7 +176,7 @@ class EtcdLog:
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # Below `dead_s`: a leader election can prolong the lease.
+        # The lease is shorter than `dead_s`, because a leader election can prolong it.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
@@ -281,7 +281,7 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # Renew twice per heartbeat: a lease may last only two heartbeats.
+        # Renew twice per heartbeat, because a lease may last only two heartbeats.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

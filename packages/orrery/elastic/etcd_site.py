@@ -48,7 +48,7 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
     is_steward = own == min(voters & live, default="")
     if gone & voters:
         return Change("remove", min(gone & voters)) if is_steward else Change("none")
-    # If no coordinator is live, one that leaves waits in `_hand_over` for a successor.
+    # If no coordinator's site is live, a leaving site may wait in `_hand_over` for a successor.
     if len(voters) < target or not voters & live:
         is_next = own == min(live - voters, default="")
         return Change("add", own) if is_next else Change("none")

@@ -44,7 +44,7 @@ POLL_S = 0.2
 RETRY_S = 5.0
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64  # maximum unfinished TLS handshakes
-READY_S = 60.0  # maximum wait for a start, plus `bind_s`
+READY_S = 60.0  # maximum wait for the keeper's start, without `bind_s`
 NICE = 10  # peers' requests must not slow the trainer
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
@@ -65,7 +65,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # A run set back publishes rounds again, so compare modification times.
+            # After a rewind, rounds are published again. So compare modification times too.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -84,7 +84,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                # Raise if the peer is gone: `wrap_socket` would leak the socket.
+                # Raise here if the peer is gone, because `wrap_socket` would leak the socket.
                 request.getpeername()
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
@@ -124,7 +124,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
-    bind_s: float = 60.0  # limit until a previous keeper, which may be hashing, frees the port
+    bind_s: float = 60.0  # maximum wait until a previous keeper (perhaps hashing) frees the port
 
 
 class SnapshotKeeper:

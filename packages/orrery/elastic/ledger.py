@@ -172,7 +172,8 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If members are live, one must have arrived, or the new epoch would drop all.
+    If members are live, one of them must have arrived. Otherwise, the new epoch would drop all
+    members.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -223,9 +224,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    With `has_waited`, one report is enough. If none names a lost peer and most give one digest,
-    commit it and drop all other members. Otherwise, restart with the members that reported, or
-    wait for more sites if fewer than `quorum` remain.
+    With `has_waited`, one report is enough. If no report names a lost peer and most have the same
+    digest, commit the round and drop members without this digest. Otherwise, restart the round
+    with the members that reported, or wait for more sites if these are fewer than `quorum`.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -323,8 +324,8 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 class ShardMap(msgspec.Struct):
     """Assign a shard of the training data to each site. `holders`: shard by site id.
 
-    `trained[k]`: documents of shard k that live or lost sites may have trained, so that none is
-    trained twice before the shard ends. `num_idle`: rounds without training, with all weights 0.
+    `trained[k]`: number of documents of shard k that live or lost sites may have trained. The next
+    holder skips them. `num_idle`: rounds without training, with all weights 0.
     """
 
     trained: list[int]
@@ -336,7 +337,7 @@ class ShardMap(msgspec.Struct):
     ) -> None:
         """Count a round's documents, and assign shards to its members.
 
-        `num_begun`: documents of the next phase that a lost site may have trained.
+        `num_begun`: documents of the next round that a lost site may have trained.
         """
         ids = {each.id for each in members}
         for site_id, shard in self.holders.items():

@@ -33,7 +33,7 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # for all connections
+CONNECT_S = 60.0  # limit to make all connections
 PING_S = 2.0
 SILENCE_S = 15.0  # until a peer counts as lost
 RETRY_S = 0.2
@@ -44,7 +44,7 @@ PROBE_S = 0.5
 PROBE_BYTES = 1 << 26
 FRAME = np.zeros(1 << 16, np.uint8)
 ANSWER_S = 5.0
-FASTEST = 4000  # Mb/s. CPUs limit higher speeds.
+FASTEST = 4000  # maximum reported Mb/s, because CPUs limit higher speeds
 
 
 class LinkPhase(Enum):
@@ -180,7 +180,7 @@ class PeerLinks:
                 return frame
 
     def fail(self, rank: int, reason: str) -> None:
-        """End the round, because site `rank` (perhaps this one) has failed."""
+        """End the round, because site `rank` (perhaps this site) has failed."""
         with self._changed:
             self._fail(rank, reason)
 
@@ -191,7 +191,7 @@ class PeerLinks:
             return None if self._phase == LinkPhase.IDLE else (self.epoch, self.round)
 
     def keep_leased(self, leased: Set[str], current: tuple[int, int]) -> None:
-        """Break the round if a member's lease has ended. `leased`: site ids, read in `current`."""
+        """Break round `current` if a member has no lease. `leased`: ids of sites with a lease."""
         with self._changed:
             if self._phase == LinkPhase.IDLE or current != (self.epoch, self.round):
                 return
@@ -312,7 +312,8 @@ class PeerLinks:
     def _dials(self, rank: int) -> bool:
         """Return whether this site dials `rank`.
 
-        Both sites dial a relay. Otherwise, the site without a listener dials, or the lower rank.
+        Both sites dial a relay. Otherwise, the site without a listener dials. If both have one, the
+        lower rank dials.
         """
         assert self._members is not None
         members = self._members.members

@@ -58,7 +58,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now (`now`) as the next θ: the exact step of one site with η = 1 and μ = 0."""
+    """Return θ_now (`now`) as the next θ: one site's step with η = 1, μ = 0, without rounding."""
     return now, momentum
 
 
@@ -136,7 +136,7 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product, in float32 per DOTTED values, then in float64."""
+    """Return the inner product: sums of DOTTED products in float32, and their total in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)
 
@@ -210,7 +210,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """Run rounds on one rank. `round`: the next round's number. `fragment`: its weights."""
+    """Run rounds on one rank. `round`: the next round's number. `fragment`: weights that change."""
 
     def __init__(
         self,

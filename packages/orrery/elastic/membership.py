@@ -68,7 +68,7 @@ class EpochLog(Protocol):
         """
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
-        """Return the next view unlike `view`, or `view` after `timeout_s`."""
+        """Return the next view that differs from `view`, or the current view after `timeout_s`."""
 
     def now_s(self) -> float: ...
 

@@ -3,7 +3,8 @@
 - Speeds are in Mb/s (0 if unmeasured). Sites use the same speeds, so their choices agree.
 - A pair uses a relay if neither site has a listener, or the relayed path is GAIN times faster. A
   relay halves the speed, because it also sends its own frames.
-- The ring maximises its slowest edge's speed. Above MAX_EXACT_SITES sites, the search is greedy.
+- The ring's order maximises the speed of the slowest edge. Above MAX_EXACT_SITES sites, the
+  search is greedy.
 """
 
 from functools import cache
@@ -20,7 +21,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
-    turn = accepting[(a + b) % len(accepting) :] + accepting  # spreads pairs over equal relays
+    turn = accepting[(a + b) % len(accepting) :] + accepting  # pairs share equally fast relays
     best = max(turn, key=lambda r: _detour(epoch, a, r, b))
     if not epoch.members[a].port and not epoch.members[b].port:
         return best
@@ -31,14 +32,14 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
 @cache
 def ring_order(epoch: Epoch) -> tuple[int, ...]:
     num = len(epoch.members)
-    if not epoch.speeds or num < 4:  # 3 sites form one ring
+    if not epoch.speeds or num < 4:  # all orders of 3 sites are the same ring
         return tuple(range(num))
     rows = [
         [_path(epoch, a, relay(epoch, a, b), b) if a != b else 0.0 for b in range(num)]
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Give unmeasured pairs the highest measured speed.
+    # Unmeasured pairs get the highest speed, so that they never count as the slowest edge.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MAX_EXACT_SITES else _greedy(rows)
 
@@ -67,7 +68,7 @@ def _path(epoch: Epoch, a: int, over: int | None, b: int) -> float:
 
 
 def _exact(rows: list[list[float]]) -> tuple[int, ...]:
-    """Use dynamic programming over visited sets."""
+    """Return the best order, by dynamic programming over sets of visited ranks."""
     num = len(rows)
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (float("inf"), (0,))}
     for visited in range(1, 1 << num, 2):

@@ -209,7 +209,7 @@ def _copied(
 def publish_copies(folder: Path, keep: int) -> list[Path]:
     """Hash and publish all copies. Return their folders. Keep the newest `keep` snapshots.
 
-    Remove later rounds, from before the run was set back.
+    If the run was set back, also remove snapshots of the undone rounds.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -439,7 +439,7 @@ def fetch_state(
 
     `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
     digest). Raise FetchFailed after `deadline_s` without a new block, or if a peer has a later
-    round and none has this round.
+    round and no peer has the last round.
     """
     end_s, reason, num_fetched = time.monotonic() + deadline_s, "no peer is live", 0
     while True:

@@ -53,7 +53,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """One exchange. `weights`: by rank."""
+    """An exchange between the sites of `epoch`. `weights[r]`: the weight of rank r."""
 
     number: int
     epoch: Epoch
@@ -61,7 +61,7 @@ class OuterRound(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """A site's versions, codecs, memory and state, or a run's requirements."""
+    """The versions, codecs, memory and state of a site, or the run's requirements of them."""
 
     manifest: str
     code: str
@@ -133,7 +133,7 @@ def read_place(run_dir: Path) -> SitePlace:
 
 
 def end_rewind(run_dir: Path, place: SitePlace) -> None:
-    """Write `rewinds: false` into the site's file: a rewind is for one start."""
+    """Write `rewinds: false` into the site's file, so that its next start does not rewind."""
     if place.rewinds:
         ended = msgspec.structs.replace(place, rewinds=False)
         write_atomic(run_dir / SITE_FILE, msgspec.json.encode(ended))

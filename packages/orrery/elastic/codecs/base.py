@@ -1,7 +1,7 @@
 """Define the interface of codecs, which turn float32 values into bytes and back.
 
 - Blocks of `block` values are encoded independently.
-- Magnitudes are at most 2^100. Lossy codecs decode blocks below 2^-100 to zeros.
+- Magnitudes are at most 2^100. Lossy codecs decode a block to zeros if all are below 2^-100.
 - Equal values give equal bytes on every host, with or without native code, because each float32
   operation rounds once and sums use integers.
 - Native code runs if `g++` can build it, otherwise numpy. The library is in `~/.cache/orrery`.
@@ -38,7 +38,7 @@ SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
 # Values are rounded to integers before they are summed. The unit is a block's max |x| / UNITS.
 UNITS = np.float32(2.0**20)
-THREAD_VALUES = 1 << 18  # minimum per thread
+THREAD_VALUES = 1 << 18  # minimum values per thread
 SOURCE = Path(__file__).with_name("native.cpp")
 # Without `-ffp-contract=off`, a fused multiply-add rounds once where numpy rounds twice.
 FLAGS = (
@@ -256,7 +256,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale max |x| / `steps`, and its inverse. Both are 0 below SMALLEST."""
+    """Return each row's scale max |x| / `steps` and its inverse, or 0 if max |x| < SMALLEST."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

@@ -47,7 +47,7 @@ inline float get(const uint8_t *at) {
     return x;
 }
 
-// Write past the caches: out is far larger, and is read much later.
+// Bypass the caches, because `out` is far larger than they are and is read much later.
 inline void stream(float *out, const float *values, int64_t m) {
     int64_t i = 0;
 #ifdef __SSE2__
@@ -247,8 +247,8 @@ int64_t int8_codebook_encode(const float *x, int64_t n, uint8_t *wire, int64_t f
             t = t > 127.0f ? 127.0f : t;
             q[i] = (uint8_t)((int32_t)t + 128);
         }
-        // Each entry: the count above 40 bits, the sum of u + 2^20 below. Four tables, because an
-        // addition to the entry of the value before would wait for it.
+        // An entry has the count of values in bits 40 to 63, and their sum of u + 2^20 below.
+        // Successive values use four tables, because additions to one entry wait for each other.
         static thread_local uint64_t table[4][256];
         std::memset(table, 0, sizeof table);
         auto count = [&](int64_t i) {
