@@ -183,8 +183,8 @@ SENTENCES = [
     ),
     (
         broken("inference.kv_transfer", {"kind": "none"}, NODES),
-        "inference.prefill_replicas 2 need caches to travel; set inference.kv_transfer.kind to "
-        "'nixl' or 'mooncake', or",
+        "inference.prefill_replicas 2 must send caches to other engines; set "
+        "inference.kv_transfer.kind to 'nixl' or 'mooncake', or",
     ),
     (
         broken("inference.kv_transfer", {"kind": "nixl"}),
@@ -194,7 +194,7 @@ SENTENCES = [
     (
         broken("transport.weights", "nixl", broken("inference.kv_offload", STORE)),
         "transport.weights 'nixl' with inference.kv_offload.kind 'mooncake': no engine can load "
-        "both, for each brings its own rdma-core",
+        "both, because each has its own copy of rdma-core",
     ),
     (
         broken(
@@ -214,18 +214,18 @@ SENTENCES = [
     ),
     (
         broken("stages.sft", None, broken("trainer.optimizer", SIGN_SGD, OFFLOADED)),
-        "trainer.memory.optimizer_offload: sign_sgd as written here keep no state; set "
+        "trainer.memory.optimizer_offload: no state to offload (sign_sgd); set "
         "trainer.memory.optimizer_offload to false",
     ),
     (
         broken("stages.sft.optimizer", SGD, broken("trainer.optimizer", SIGN_SGD, OFFLOADED)),
-        "trainer.memory.optimizer_offload: sgd and sign_sgd as written here keep no state; set "
+        "trainer.memory.optimizer_offload: no state to offload (sgd and sign_sgd); set "
         "trainer.memory.optimizer_offload to false",
     ),
     (
         broken("transport.weights", "adapters"),
-        "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to "
-        "'files'",
+        "transport.weights 'adapters': the trainer has none; set trainer.lora, or "
+        "transport.weights to 'files'",
     ),
     (
         broken("trainer.lora", {**ADAPTERS, "targets": ["attention", "experts"]}),
@@ -254,7 +254,7 @@ SENTENCES = [
     ),
     (
         broken("inference.expert_parallel", True, SPARSE),
-        "inference.expert_parallel: the one device of an engine has all experts; set "
+        "inference.expert_parallel: the only device of an engine has all experts; set "
         "inference.expert_parallel to false, or data_parallel",
     ),
     (
@@ -267,7 +267,7 @@ SENTENCES = [
     ),
     (
         broken("inference.router", {**ROUTER, "policy": "round_robin"}),
-        "inference.router.balance_abs_threshold 2: policy 'round_robin' reads none; set it to "
+        "inference.router.balance_abs_threshold 2: policy 'round_robin' ignores it; set it to "
         "null, or policy to 'cache_aware'",
     ),
     (
@@ -277,8 +277,8 @@ SENTENCES = [
     ),
     (
         broken("inference.router", ROUTER, NODES),
-        "inference.router 'vllm_router' with prefill_replicas 2: where prefill is apart the "
-        "orchestrator sends each request to its two engines itself; set inference.router.kind to "
+        "inference.router 'vllm_router' with prefill_replicas 2: the orchestrator itself "
+        "sends requests to a prefill and a decode engine; set inference.router.kind to "
         "'none', or",
     ),
     (
@@ -388,8 +388,8 @@ SENTENCES = [
     ),
     (
         broken("inference.prefill", SHAPE),
-        "inference.prefill: no engine prefills; set inference.prefill_replicas to 1 or more, or "
-        "inference.prefill to null",
+        "inference.prefill: no engine only prefills; set inference.prefill_replicas to 1 or more, "
+        "or inference.prefill to null",
     ),
     (
         broken("inference.prefill", SHAPE | {"max_batched_tokens": 4}, NODES),
@@ -493,7 +493,7 @@ SENTENCES = [
     ),
     (
         broken("model.mla.indexer.head_dim", 2, SPARSE_ATTENTION),
-        "model.mla.indexer.head_dim 2 is less than mla.rope_head_dim 4, which turns in it; set it "
+        "model.mla.indexer.head_dim 2 is less than mla.rope_head_dim 4, its rotated part; set it "
         "to at least that",
     ),
     (
@@ -548,8 +548,7 @@ SENTENCES = [
     *(
         (
             broken(f"tasks.{part}", 2 * GOOD["tasks"][part]),
-            f"tasks.{part}: ['words'] name more than one task each; give every task a name of "
-            "its own",
+            f"tasks.{part}: ['words'] name more than one task each; give every task another name",
         )
         for part in ("train", "evaluation")
     ),
@@ -557,7 +556,7 @@ SENTENCES = [
     *(
         (
             broken("name", name),
-            f"name: no run is called '{name}', for the pipeline has a rule of that name",
+            f"name: no run is called '{name}', because a rule of the pipeline has this name",
         )
         for name in TARGETS
     ),

@@ -139,7 +139,7 @@ MESHES = [
     (
         "reverse_text_moe",
         {"dp_shard": 2, "ep": 2, "ep_backend": "deepep"},
-        "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; set "
+        "trainer.mesh.ep_backend 'deepep' moves only bfloat16 values, between GPUs; set "
         "trainer.mesh.ep_backend to 'torch'",
     ),
     (

@@ -1017,7 +1017,7 @@ def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
         Trainer.model_validate(option.trainer.model_dump(mode="json")) for option in left.values()
     )
     assert (
-        "trainer.memory.optimizer_offload has no more to move then"
+        "trainer.memory.optimizer_offload then has no state to move"
         in left["trainer.fsdp.cpu_offload"].cost
     )
     assert {field for field in left if "mesh" not in field} == {

@@ -194,7 +194,7 @@ def lookup(data: Any, path: FieldPath, where: str) -> Any:
         if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (
             isinstance(data, dict) and element in data
         ):
-            data = data[element]  # type: ignore[index]  # the condition says which
+            data = data[element]  # type: ignore[index]  # the condition checks both types
         else:
             names = list(data) if isinstance(data, dict) else []
             if isinstance(data, list):

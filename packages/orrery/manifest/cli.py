@@ -46,7 +46,7 @@ FIRST_LINE = "tasks.train[0]: "
 # imports of `orrery.tasks.check` that login nodes may lack
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
 NOTE = "  note: "  # prefix of `orrery.tasks.check`'s notes
-NAMES = "Names of runs. Without one: all runs."
+NAMES = "Names of runs. Default: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN}.")]
@@ -127,7 +127,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     last = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
     if not last.startswith("error: "):
         raise OrreryError(
-            f"the check of tasks broke ({last}). Type `orrery check RUN` for each run to find which"
+            f"the check of tasks broke ({last}). Type `orrery check RUN` for each run"
         )
     num_passed = sum(line.startswith(FIRST_LINE) for line in done.stdout.splitlines())
     raise OrreryError(f"{manifests[num_passed][0]}: {last.removeprefix('error: ')}")

@@ -22,7 +22,7 @@ GB, T = 10**9, 10**12
 class Device:
     """A type of device, with its data sheet's rates per second.
 
-    `names`: the driver's. `capability`: compute capability (major, minor).
+    `names`: as the driver reports. `capability`: compute capability (major, minor).
     `memory_bytes`: without GDDR6's memory for error correction.
     `bf16_flops`, `fp8_flops`: dense operations. `fp8_flops` is 0 without FP8 units.
     `link_bytes_per_s`: to another device, one way. `is_estimated`: not in `DEVICES`.
@@ -161,7 +161,7 @@ def device_of(accelerator: str) -> Device:
     if (device := find_device(accelerator)) is None:
         raise OrreryError(
             f"hardware.accelerator {accelerator!r} is no GPU. Type `orrery hardware`, which prints "
-            "this machine's"
+            "this machine's accelerator"
         )
     return device
 
@@ -202,7 +202,7 @@ class Rates:
 
     `dense_flops`, `grouped_flops`: bfloat16 products of dense layers and of routed experts.
     `fp8_flops`: products of FP8 weights. Devices without FP8 units multiply in bfloat16.
-    `attention_flops`: limit for long documents. `attention_half_tokens` reach half of it.
+    `attention_flops`: limit for long documents. Documents of `attention_half_tokens` reach half.
     `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
     `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
@@ -232,9 +232,9 @@ def rates_of(accelerator: str) -> Rates:
     fp8 = measured.fp8_flops * device.fp8_flops / theirs.fp8_flops
     sheet = "data sheet"
     if device.is_estimated:
-        sheet = "unknown device; the data sheet of the slowest similar one"
+        sheet = "unknown device; the data sheet of the slowest similar GPU"
     return Rates(
-        source=f"{sheet}, times the share that an {MEASURED_ON.upper()} reaches of its own",
+        source=f"{sheet}, times the ratio of measured to sheet rates of an {MEASURED_ON.upper()}",
         dense_flops=measured.dense_flops * dense,
         fp8_flops=fp8 or measured.dense_flops * dense,
         grouped_flops=measured.grouped_flops * dense,

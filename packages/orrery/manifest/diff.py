@@ -1,7 +1,7 @@
 """Compare two manifests or receipts field by field.
 
 A receipt (`receipt.json`) records each attempt of a run's stages. By default, only last attempts
-are compared, and not times, job ids and messages.
+are compared, without times, job ids and messages.
 """
 
 import json

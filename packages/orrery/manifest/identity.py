@@ -1,7 +1,4 @@
-"""Compute a run's id, and find a checkout of Orrery and its commit.
-
-The id is the sha256 of the manifest's canonical JSON.
-"""
+"""Compute a run's id, and find a checkout of Orrery and its commit."""
 
 import hashlib
 import json

@@ -40,7 +40,7 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-# Only files with this text and the other lines' digest in line 1 are overwritten.
+# Files are overwritten only if line 1 has this text and the digest of the other lines.
 WRITTEN = "Written by `orrery "
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # attempts to fit a run into memory
@@ -195,7 +195,7 @@ def describe(machine: Machine) -> str:
     known = f"{machine} ({machine.accelerator}): {device.memory_bytes // GB} GB"
     if device.is_estimated:
         return (
-            f"{known} each, {capability}. Its rates are unknown, so `orrery plan` takes those of "
+            f"{known} each, {capability}. Its rates are unknown, so `orrery plan` takes rates of "
             "the slowest similar GPU of packages/orrery/manifest/devices.py"
         )
     return (
@@ -205,7 +205,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Raise OrreryError if a user wrote `path`."""
+    """Write the hardware axis. Raise OrreryError if a user wrote or edited `path`."""
     keep = "name another file, or"
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n", keep)
 
@@ -258,7 +258,6 @@ def _object(fields: Mapping[str, object]) -> str:
     return "{ " + ", ".join(f"{key}: {spelled(value)}" for key, value in fields.items()) + " }"
 
 
-# An engine on one device
 ONE_DEVICE: dict[str, int | None] = {
     "tensor_parallel": 1,
     "data_parallel": 1,

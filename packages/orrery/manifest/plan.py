@@ -3,7 +3,7 @@
 `ProcessPlan.ends` "itself": the process exits after its work. "with_stage": a server, stopped once
 all "itself" processes have exited with 0.
 
-Multiple nodes form a group per role, in this order: inference (or prefill, decode), trainer.
+Several nodes form one group per role, in this order: inference (or prefill, decode), trainer.
 """
 
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices to its processes, in order. With `shared`, a role starts at 0."""
+    """Assign each node's devices to its processes, in order. With `shared`, roles start at 0."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -183,9 +183,6 @@ def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
             else:
                 yield head
             device += num_devices
-
-
-# Unsupported manifests can be rendered and planned, but not started.
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
@@ -299,7 +296,7 @@ def notes(manifest: Manifest) -> list[str]:
     if has_file and manifest.model.init.kind == "random" and manifest.stages.sft is None:
         said.append(
             "  note: model.init 'random' and stages.sft null: RL on a file of problems starts from "
-            "drawn weights, which earn no reward; take the model axis that `orrery fetch model` "
+            "random weights, which earn no reward; take the model axis that `orrery fetch model` "
             "writes, or a warm start"
         )
     return said

@@ -40,7 +40,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure`: imported files. `instead`: {path: replaced content}."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: {path: content to use}."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -49,7 +49,7 @@ class Evaluator:
         self._lost = self._importer = ""  # a failed import's error, and " (FILE:LINE)" or ""
 
     def __call__(self, expression: str) -> Any:
-        """Raise OrreryError with Jsonnet's message and line."""
+        """Return the value, or raise OrreryError with Jsonnet's message and line."""
         import _gojsonnet
 
         try:

@@ -100,7 +100,7 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if `path` lacks a file of the split and shard. None means all."""
+    """Raise OrreryError if `path` lacks a file of the split and shard (None: of all)."""
     if shard and not path.is_dir():
         raise OrreryError(f"path: {path} is no folder. Type `{fetch_command(path, shard)}`")
     names = files_of(data_sums(path), split, shard or (0, 1)) if split else data_sums(path)

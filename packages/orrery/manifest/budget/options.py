@@ -3,8 +3,8 @@
 Tiers of options: 0 costs little speed, 1 moves all trainer state to host memory, 2 adds
 devices.
 
-`memory_misfits` lowers the trainer's planned peak by `LARGEST_ERROR`, and counts only an engine's
-weights, cache and CUDA context. `memory_doubts` uses the full plan.
+`memory_misfits` must be certain, so it lowers the trainer's planned peak by `LARGEST_ERROR`, and
+counts only an engine's weights, cache and CUDA context. `memory_doubts` uses the full plan.
 """
 
 import json
@@ -82,7 +82,7 @@ def memory_options(
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
     if trainer.memory.activation_checkpointing_every > 1:
-        cost = "more is run again"
+        cost = "more blocks are recomputed"
         yield _change(trainer, load, "memory", "activation_checkpointing_every", 1, cost)
     for kind, cost in _checkpointing(model, trainer):
         yield _change(trainer, load, "memory", "activation_checkpointing", kind, cost)
@@ -100,7 +100,7 @@ def choose_options(
     host_bytes: int = sys.maxsize,
     max_tier: int = 2,
 ) -> ChosenOptions:
-    """Return the cheapest options that free `needed_bytes`, or that free most.
+    """Return the cheapest options that free `needed_bytes`, or the options that free most.
 
     `host_bytes`: a rank's free host memory.
     """
@@ -243,7 +243,7 @@ def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[Me
         )
         if memory.optimizer_offload:
             field = "trainer.memory.optimizer_offload"
-            cost += f"; {field} has no more to move then: set it to false"
+            cost += f"; {field} then has no state to move, so set it to false"
         one = _change(trainer, load, "fsdp", "cpu_offload", True, cost, tier=1)
         off = {"optimizer_offload": False, "optimizer_offload_resident": 0.0}
         kept = memory.model_copy(update=off)
@@ -262,7 +262,7 @@ def _checkpointing(
         named = set(getattr(now, "modules", ()))
         modules = module_choices(model)[0]
         if named < set(modules):
-            cost = "these modules of each block run again, all else is kept"
+            cost = "these modules of each block are recomputed"
             yield ModuleCheckpointing(kind="modules", modules=modules), cost
     has_experts = any(is_sparse(model, layer) for layer in range(model.num_layers))
     elementwise = "elementwise work of a block is done twice, its products once"
@@ -276,7 +276,7 @@ def _checkpointing(
         is_less = set(keep) < held or (now.kind != "selective" and set(keep) == held)
         if is_less and (has_experts or "experts" not in keep):
             yield SelectiveCheckpointing(kind="selective", keep=keep), costs[len(keep)]
-    cost = "blocks run again whole, attention too: about a third more work"
+    cost = "whole blocks are recomputed, also attention: about a third more work"
     yield FullCheckpointing(kind="full"), cost
 
 
@@ -327,7 +327,7 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
     options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB"
     if not options:
         return (
-            "no memory option of the manifest frees any; it takes a smaller model, "
+            "no memory option of the manifest frees memory; it takes a smaller model, "
             "shorter contexts or other devices"
         )
     needed = f"{needed_bytes / 2**30:.1f} GiB"
@@ -408,8 +408,8 @@ def _trainer_sentence(found: "_TrainerMisfit", capacity: int, needs: str, doubt:
 def fitting_fields(run: Manifest) -> dict[str, Any]:
     """Return new values by manifest field that make the engines fit into device memory.
 
-    If they fit already, fit the trainer, without more devices. Return {} if the run fits or no
-    change suffices.
+    If engines already fit, make the trainer fit, without more devices. Return {} if the run fits
+    or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":

@@ -94,8 +94,9 @@ class ParameterCounts:
 def keys_per_query(model: Model, cp: int) -> float:
     """Return a rank's ratio of keys to queries in latent attention.
 
-    A rank has the queries of pieces i and 2·cp + 1 − i of a document's 2·cp. With indexers, it
-    gathers all keys. Without, piece i needs the keys of pieces 1 to i, so both need 2·cp + 1.
+    A rank has the queries of pieces i and 2·cp + 1 − i of a document's 2·cp pieces. With indexers,
+    it gathers all keys. Without indexers, piece i needs the keys of i pieces, so both pieces
+    together need 2·cp + 1.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -290,7 +291,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def attends_sparsely(model: Model, lengths: Sequence[int], cp: int) -> bool:
-    """Return whether attention reads chosen latent keys. Context parallelism never expands keys."""
+    """Return whether attention reads chosen latent keys: with indexers, always if `cp` > 1."""
     has_indexer = model.mla is not None and model.mla.indexer is not None
     return has_indexer and (cp > 1 or _is_sparse(model, lengths))
 

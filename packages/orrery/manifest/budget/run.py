@@ -363,7 +363,7 @@ class RunPlan:
     def other_ep(self) -> dict[str, Bytes]:
         """Return the change of the trainer's peak memory with another `ep`.
 
-        That is 1 or, if `ep` is 1, the largest of 8, 4 and 2 that divides dp_shard · cp.
+        The other `ep` is 1 or, if `ep` is 1, the largest of 8, 4, 2 that divides dp_shard · cp.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

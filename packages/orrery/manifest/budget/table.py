@@ -253,7 +253,7 @@ def _memory(budget: RunBudget) -> Iterator[str]:
     if budget.capacity_bytes is not None:
         yield _row("capacity", [budget.capacity_bytes for _ in roles])
         if budget.shares_devices:
-            fullest = max(role.total_bytes for role in roles[1:])  # prefill and decode are apart
+            fullest = max(role.total_bytes for role in roles[1:])  # engine roles share no device
             yield _row("sum of both on one device", [roles[0].total_bytes + fullest])
     for name, kinds in budget.other_ep.items():
         large = {kind: size / GIB for kind, size in kinds.items() if abs(size) >= GIB / 100}

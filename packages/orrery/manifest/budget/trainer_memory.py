@@ -36,11 +36,11 @@ CATEGORIES = (
 )
 # optimizer buckets, in bytes of optimizer state
 OFFLOADED_BYTES = 128 << 20  # with offload, to reach PCIe's rate
-WHOLE_BYTES = 256 << 20  # Muon's, also without offload, for equal results
+WHOLE_BYTES = 256 << 20  # Muon's, also without offload, so that results are equal
 NUM_SLOTS = 3  # buckets on the device
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of these values
-FREE_SHARE = 0.9  # share of free memory for offloaded state, as plans have errors
+FREE_SHARE = 0.9  # share of free memory for offloaded state, because plans have errors
 
 Bytes = dict[str, int]
 
@@ -49,7 +49,7 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: held until the backward pass. `backward`: maximum that it adds.
+    `kept`: held until the backward pass. `backward`: maximum that this pass adds.
     """
 
     kept: int
@@ -64,7 +64,7 @@ class _Results:
     - `unread`: more tensors of these names, unused by the backward pass.
     - `rest`: unnamed tensors.
     - `for_attention`: recomputed tensors that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: each recomputed module in that half of the block.
+    - `of_attention`, `of_feed_forward`: bytes of each recomputed module in that half-block.
     """
 
     named: dict[str, int]
@@ -144,7 +144,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     modules = trainer.memory.recomputed_modules(layer)
     of_attention = {"norms": norms, "attention_projections": heads}
     if trainer.compile and model.mla is None and "attention_projections" in modules:
-        of_attention["norms"] = 0  # 0 freed: the compiler saves recomputed modules' inputs
+        of_attention["norms"] = 0  # not freed: the compiler saves inputs of recomputed modules
     norms = c * hidden * (reads_input("feed_forward") or not dense)
     rest += norms
     of_feed_forward = {"norms": norms}
@@ -244,7 +244,7 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 class Workload:
     """A context-parallel group's work in a step.
 
-    `tokens`: size of a micro-batch. `document_tokens`: of the longest document.
+    `tokens`: size of a micro-batch. `document_tokens`: size of the longest document.
     `merged_width`: bytes per value of merged weights that LoRA runs send by NCCL or NIXL.
     """
 
@@ -466,7 +466,7 @@ class _StepPlan:
     def host_bytes(self) -> int:
         """Return a rank's host bytes.
 
-        Activations count twice: their buffers round up to powers of 2.
+        Activations count twice, because their buffers round up to powers of 2.
         """
         total = 0
         if self.trainer.memory.activation_offload:

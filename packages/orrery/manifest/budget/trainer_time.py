@@ -1,7 +1,7 @@
 """Estimate the seconds of a trainer's step, and the bytes of its collectives.
 
-FSDP's collectives overlap with computation, context and expert parallel exchanges do not. Exposed
-time is not hidden by computation. Constants are fitted to profiled steps.
+FSDP's collectives overlap with computation. Exchanges of context and expert parallelism do not.
+Exposed time is not hidden by computation. Constants are fitted to profiled steps.
 `benchmarks/trainer/planned.py` prints the errors.
 """
 
@@ -80,7 +80,7 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
-    "communication" is exposed. The sum excludes "communication in all".
+    "communication" is exposed time only. The sum excludes "communication in all".
 
     `lengths`: tokens of each document of a context-parallel group.
     """
@@ -236,7 +236,7 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, values in states, seconds of Muon's all-to-alls).
 
-    Constants from 24 to 60 are bytes moved per value, with the gradient's norm and scaling.
+    Constants from 24 to 60 are bytes moved per value, including the gradient's norm and scaling.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -286,7 +286,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Each expert's matrix is on a single rank.
+            # Experts do not count, because each expert's matrix is on a single rank.
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations
@@ -317,7 +317,7 @@ def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
 class Traffic:
     """Bytes that one rank sends.
 
-    - `gather`, `reduction`: of all weights or gradients, except experts'.
+    - `gather`, `reduction`: one pass over weights or gradients, without experts.
     - `cp`, `ep`, `replicas`: a step's exchanges along a mesh axis.
     """
 

@@ -37,7 +37,7 @@ SEGMENT_BYTES = 16 << 20  # minimum of a Mooncake segment, per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
 INDEXER_BLOCK_TOKENS = 64  # block size of vLLM's indexers
 CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
-MAX_CHOICE_TOKENS = 16384  # maximum context with chosen keys from engines: 2 KiB per query
+MAX_CHOICE_TOKENS = 16384  # maximum context if engines send their choice of keys
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
@@ -49,7 +49,7 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _task_misfits(run.tasks)
     if run.name in TARGETS:
         yield (
-            f"name: no run is called {run.name!r}, for the pipeline has a rule of that name; "
+            f"name: no run is called {run.name!r}, because a rule of the pipeline has this name; "
             f"try {'my_' + run.name!r}"
         )
     yield from _node_misfits(run)
@@ -86,7 +86,7 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
                 )
             if router.policy != "cache_aware" and value is not None:
                 yield (
-                    f"inference.router.{name} {value}: policy '{router.policy}' reads none; set "
+                    f"inference.router.{name} {value}: policy '{router.policy}' ignores it; set "
                     "it to null, or policy to 'cache_aware'"
                 )
     if (devices := inference.num_devices) > MAX_COUNT:
@@ -101,8 +101,8 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
         )
     if prefill and router.kind != "none":
         yield (
-            f"inference.router {router.kind!r} with prefill_replicas {prefill}: where prefill is "
-            "apart the orchestrator sends each request to its two engines itself; set "
+            f"inference.router {router.kind!r} with prefill_replicas {prefill}: the "
+            "orchestrator itself sends requests to a prefill and a decode engine; set "
             "inference.router.kind to 'none', or inference.prefill_replicas to 0"
         )
     if prefill >= replicas:
@@ -112,7 +112,7 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
         )
     if prefill and transfer == "none":
         yield (
-            f"inference.prefill_replicas {prefill} need caches to travel; set "
+            f"inference.prefill_replicas {prefill} must send caches to other engines; set "
             "inference.kv_transfer.kind to 'nixl' or 'mooncake', or inference.prefill_replicas "
             "to 0"
         )
@@ -144,9 +144,8 @@ def _orchestrator_misfits(orchestrator: "Orchestrator") -> Iterator[str]:
         )
     if ahead > bound:
         yield (
-            f"orchestrator.max_batches_ahead {ahead} exceeds max_off_policy_steps {bound}: no "
-            "token is new enough for a batch further ahead than that; set it to at most "
-            f"{bound}"
+            f"orchestrator.max_batches_ahead {ahead} exceeds max_off_policy_steps {bound}: "
+            f"tokens of a batch further ahead are too old; set it to at most {bound}"
         )
     if batch % group:
         yield (
@@ -160,8 +159,7 @@ def _task_misfits(tasks: "Tasks") -> Iterator[str]:
         names = [task.name for task in getattr(tasks, part)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield (
-                f"tasks.{part}: {twice} name more than one task each; give every task a name of "
-                "its own"
+                f"tasks.{part}: {twice} name more than one task each; give every task another name"
             )
 
 
@@ -241,7 +239,7 @@ def _expert_misfits(run: "Manifest") -> Iterator[str]:
         return
     if (devices := inference.devices_per_replica) == 1:
         yield (
-            "inference.expert_parallel: the one device of an engine has all experts; set "
+            "inference.expert_parallel: the only device of an engine has all experts; set "
             "inference.expert_parallel to false, or data_parallel or tensor_parallel to more"
         )
     if moe.num_experts % devices:
@@ -521,13 +519,13 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
     )
     if nixl and mooncake:  # two copies of rdma-core crash engines at exit
         yield (
-            f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each "
-            "brings its own rdma-core; set one of them to another kind"
+            f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, because "
+            "each has its own copy of rdma-core; set one of them to another kind"
         )
     if run.transport.weights == "adapters" and trainer.lora is None:
         yield (
-            "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights "
-            "to 'files'"
+            "transport.weights 'adapters': the trainer has none; set trainer.lora, or "
+            "transport.weights to 'files'"
         )
     used = [trainer.optimizer, *([] if sft is None else [sft.optimizer])]
     if (share := trainer.memory.optimizer_offload_resident) and "muon" in [
@@ -540,7 +538,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
     if trainer.memory.optimizer_offload and not any(map(has_state, used)):
         kinds_used = " and ".join(sorted({one.kind for one in used}))
         yield (
-            f"trainer.memory.optimizer_offload: {kinds_used} as written here keep no state; set "
+            f"trainer.memory.optimizer_offload: no state to offload ({kinds_used}); set "
             "trainer.memory.optimizer_offload to false"
         )
 
@@ -551,8 +549,8 @@ def _prefill_misfits(run: "Manifest") -> Iterator[str]:
         return
     if not inference.prefill_replicas:
         yield (
-            "inference.prefill: no engine prefills; set inference.prefill_replicas to 1 or more, "
-            "or inference.prefill to null"
+            "inference.prefill: no engine only prefills; set inference.prefill_replicas to 1 or "
+            "more, or inference.prefill to null"
         )
     shaped = inference.of_engine(0).model_copy(update={"prefill": None})
     one = run.model_copy(update={"inference": shaped})

@@ -19,7 +19,7 @@ INDEXER_SCALE_BLOCK = 128  # indexer-key values per scale, in vLLM
 
 
 class NoRouter(Record):
-    """The orchestrator sends requests to the only engine."""
+    """The orchestrator sends requests to the only engine, or to prefill and decode engines."""
 
     kind: Literal["none"]
 
@@ -28,7 +28,7 @@ class VllmRouter(Record):
     """`vllm-router` spreads requests over the replicas.
 
     "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine.
-    "cache_aware" chooses engines by prompt prefix, and alone uses `balance_*`.
+    Only "cache_aware" chooses engines by prompt prefix and uses `balance_*`.
     """
 
     kind: Literal["vllm_router"]
@@ -83,8 +83,8 @@ class TieredKvOffload(Record):
 class MooncakeKvOffload(Record):
     """Cache blocks move to a Mooncake Store that all engines of a stage share.
 
-    `segment_bytes`: host memory per engine, divided evenly among its devices. Each also has a
-    buffer of at most 1 GB.
+    `segment_bytes`: host memory per engine, divided evenly among its devices. Each device
+    also has a buffer of at most 1 GiB.
     """
 
     kind: Literal["mooncake"]
@@ -179,7 +179,7 @@ def indexer_token_bytes(model: Model) -> int:
 
 
 def rank_token_bytes(model: Model, inference: Inference) -> int:
-    """Return a data-parallel rank's bytes of a token's cache outside devices.
+    """Return the bytes of a token's cache in host memory or files, for a data-parallel rank.
 
     With MLA, tensor-parallel devices share one copy.
     """
@@ -210,7 +210,7 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the disk bytes of a cache block, and of its tokens' routes (chosen experts).
 
-    Routes get twice their space: their order of eviction may differ from cache blocks'.
+    Routes get twice their space, because they may be evicted in another order than cache blocks.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)

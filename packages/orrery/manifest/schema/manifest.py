@@ -192,7 +192,7 @@ class TextData(Record):
       only its shard.
     - `shard_by` "file": file i of the split is in shard i mod num_shards, so a site needs only its
       shard's files (`orrery fetch dataset NAME --shard K/N`).
-    - `sha256`: of the file or, for folders, as `orrery fetch dataset` prints.
+    - `sha256`: hash of the file. For folders: the hash that `orrery fetch dataset` prints.
     """
 
     kind: Literal["text"]

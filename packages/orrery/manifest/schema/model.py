@@ -18,7 +18,7 @@ MAX_COUNT = 2**16  # maximum ranks, devices, layers, heads or experts
 MAX_STEPS = 10**9
 MAX_S = 365 * 86_400  # longer times may overflow clocks and sockets
 MAX_SIZE = 2**24
-# model family → (groups of experts, a token's groups)
+# model family → (groups of experts, groups that a token uses)
 EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
 FP8_BLOCK = 128  # FP8 weights have a scale per 128 × 128 block
 
@@ -51,7 +51,7 @@ class RandomInit(Record):
 class PretrainedInit(Record):
     """Weights of a Hugging Face checkpoint on disk.
 
-    `sha256`: of `model.safetensors` or, for several files, the output of `sha256sum
+    `sha256`: hash of `model.safetensors`. For several files: output of `sha256sum
     model-*.safetensors | sha256sum`.
     """
 
@@ -71,7 +71,7 @@ class CharacterTokenizer(Record):
 class PretrainedTokenizer(Record):
     """The tokenizer files beside the pretrained weights.
 
-    `sha256`: output of `sha256sum FILES | sha256sum`. FILES: existing files, in this order:
+    `sha256`: output of `sha256sum FILES | sha256sum`. FILES: the existing files in this list:
     `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
     `tokenizer_config.json`.
     """
@@ -119,8 +119,8 @@ class Llama3RopeScaling(Record):
 class YarnRopeScaling(Record):
     """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn").
 
-    Frequencies with more than `fast_turns` turns in the original context are unchanged, and with
-    fewer than `slow_turns` divided by `factor`.
+    Frequencies with more than `fast_turns` turns in the original context are unchanged.
+    Frequencies with fewer than `slow_turns` turns are divided by `factor`.
 
     Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)², and
     cosines and sines by s(angle_scale) / s(score_scale).

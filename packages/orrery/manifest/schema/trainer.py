@@ -20,9 +20,9 @@ from orrery.manifest.schema.model import (
 )
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-# Bytes of a trained parameter, in float32
+# Host bytes per trained parameter, all in float32
 OUTER_BYTES = 8  # weight at the round's start, and outer momentum
-HOST_BYTES = 12  # these, and the change Δ of the weight
+HOST_BYTES = 12  # OUTER_BYTES, and the weight's change Δ
 FEEDBACK_BYTES = 8  # lost and pending errors of the codec
 
 
@@ -314,12 +314,12 @@ class Elastic(Record):
 
     - Training starts once `min_sites` have joined. At most `max_sites` train at a time.
     - A round has `inner_steps` optimizer steps. Then sites exchange Δ = weights at the round's
-      start − current weights, encoded by `codec`. `error_feedback` adds its error to the next Δ.
+      start − current weights, encoded by `codec`. `error_feedback` adds codec errors to the next Δ.
     - `weights` "tokens": weight each Δ by its site's tokens since the last exchange.
     - `admission` "closed": sites join only before the first round.
     - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have.
       A late site adds its Δ to the next round.
-    - A site sends heartbeats every `heartbeat_s` / 2. After `dead_after_s` without one, it is dead.
+    - A site sends heartbeats every `heartbeat_s` / 2. It is dead after `dead_after_s` without them.
     - `voters`: maximum sites that run etcd, which stores the log of rounds.
     - `fragments` F: layer i is in fragment i mod F. Every `inner_steps` / F steps, sites exchange
       the next fragment (Streaming DiLoCo, arXiv 2501.18512).

@@ -148,7 +148,7 @@ def _latent_misfits(model: Model, mla: MLA) -> Iterator[str]:
     if mla.rope_head_dim > indexer.head_dim:
         yield (
             f"model.mla.indexer.head_dim {indexer.head_dim} is less than mla.rope_head_dim "
-            f"{mla.rope_head_dim}, which turns in it; set it to at least that"
+            f"{mla.rope_head_dim}, its rotated part; set it to at least that"
         )
     if indexer.types is None:
         return
@@ -184,8 +184,8 @@ def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
     for name in ("deepep_num_sms", "deepep_token_chunk_size"):
         if (value := getattr(mesh, name)) is not None and mesh.ep_backend != "deepep":
             yield (
-                f"trainer.mesh.{name} {value} with ep_backend {mesh.ep_backend!r}: is an option of "
-                f"DeepEP; set trainer.mesh.{name} to null, or ep_backend to 'deepep'"
+                f"trainer.mesh.{name} {value} with ep_backend {mesh.ep_backend!r}: only DeepEP has "
+                f"this option; set trainer.mesh.{name} to null, or ep_backend to 'deepep'"
             )
     if mesh.deepep_num_sms is not None and mesh.deepep_num_sms % 2:
         yield (
@@ -270,7 +270,7 @@ def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[s
     what, off = f"model.fp8 {list(model.fp8)}", "set model.fp8 to null"
     has = block_parts(model) if model.mla is None else ["attention", *block_parts(model)]
     if model.family == "hugging_face":
-        yield f"{what}: layers in FP8 need a network of this project's own; {off}"
+        yield f"{what}: layers in FP8 need one of Orrery's own networks; {off}"
     elif not model.fp8 or len(set(model.fp8)) < len(model.fp8):
         yield f"{what}: name each part of {has} once, or {off}"
     elif lacking := [part for part in model.fp8 if part not in has]:
@@ -324,7 +324,7 @@ def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
         return
     if model.family == "hugging_face":
         yield (
-            "trainer.lora: adapters need a network of this project's own; set trainer.lora to "
+            "trainer.lora: adapters need one of Orrery's own networks; set trainer.lora to "
             "null, or choose another model.family"
         )
         return
@@ -385,7 +385,7 @@ def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterato
         accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
     ):
         yield (
-            "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
+            "trainer.mesh.ep_backend 'deepep' moves only bfloat16 values, between GPUs; "
             "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
         )
 
