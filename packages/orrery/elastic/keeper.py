@@ -65,7 +65,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # After a rewind, rounds are published again. So compare modification times too.
+            # A rewind publishes rounds again, so compare modification times too.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:

@@ -172,8 +172,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If members are live, one of them must have arrived. Otherwise, the new epoch would drop all
-    members.
+    If members are live, one of them must have arrived, or the new epoch would drop all members.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)

@@ -280,7 +280,7 @@ class Adapted(NamedTuple):
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
-    """Adapt run `name`, as `<name>_on_<accelerator>` if it changes."""
+    """Adapt run `name`. A changed run is named `<name>_on_<accelerator>`."""
     run = render_run(workspace, name)
     changes = _changes(run.manifest, machine)
     found = (

@@ -46,7 +46,7 @@ class Evaluator:
         self.workspace = workspace
         self.instead = dict(instead or {})
         self.closure: list[Path] = []
-        self._lost = self._importer = ""  # a failed import's error, and " (FILE:LINE)" or ""
+        self._lost = self._importer = ""  # a failed import's error and place (" (FILE:LINE)" or "")
 
     def __call__(self, expression: str) -> Any:
         """Return the value, or raise OrreryError with Jsonnet's message and line."""

@@ -145,9 +145,9 @@ def _record_bytes(m: int) -> int:
 class TopK2BitCodec(Codec):
     """Keep the 64 largest magnitudes of each 4,096 values, 0.029 bytes a value.
 
-    A kept value becomes a sign and one of two levels: the mean of kept magnitudes above their mean
-    (high), or of the others (low). `ErrorFeedback` sends dropped values later. Source: SparseLoCo
-    (arXiv 2508.15706).
+    A kept value becomes its sign and a level. The high level is the mean of kept magnitudes above
+    their mean, the low level the mean of the others. `ErrorFeedback` sends dropped values later.
+    Source: SparseLoCo (arXiv 2508.15706).
 
     A block of m values keeps k = ⌈m/64⌉. Layout: low and high level (float32), k codes of 2 bits, k
     indices of 12 bits, each list padded to whole bytes. Bit 0 of a code is the level, bit 1 the

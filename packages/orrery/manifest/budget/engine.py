@@ -24,7 +24,7 @@ from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
 MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
 CONTEXT_BYTES = 700 << 20  # CUDA context and libraries
-NCCL_BYTES = 400 << 20  # NCCL's buffers
+NCCL_BYTES = 400 << 20
 LOGIT_COPIES = 4  # float32 copies of a step's logits
 GRAPH_COPIES = 5  # bytes of CUDA graphs / bytes of their hidden states
 SEQUENCE_S = 10e-6  # host time per sampled token: scheduling, log-probs, response

@@ -36,7 +36,7 @@ CATEGORIES = (
 )
 # optimizer buckets, in bytes of optimizer state
 OFFLOADED_BYTES = 128 << 20  # with offload, to reach PCIe's rate
-WHOLE_BYTES = 256 << 20  # Muon's, also without offload, so that results are equal
+WHOLE_BYTES = 256 << 20  # Muon's, the same without offload, for equal results
 NUM_SLOTS = 3  # buckets on the device
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of these values
@@ -512,7 +512,7 @@ class _StepPlan:
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
-        """Return the bytes of logits: 4 each, and 2 more in the vocabulary's current tile.
+        """Return the bytes of logits: 4 per logit, and 2 more in the current vocabulary tile.
 
         Without `lm_head_keeps_logits`, only this tile is in memory.
         """

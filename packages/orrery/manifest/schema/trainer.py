@@ -20,7 +20,7 @@ from orrery.manifest.schema.model import (
 )
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-# Host bytes per trained parameter, all in float32
+# Host bytes per trained parameter, in float32
 OUTER_BYTES = 8  # weight at the round's start, and outer momentum
 HOST_BYTES = 12  # OUTER_BYTES, and the weight's change Δ
 FEEDBACK_BYTES = 8  # lost and pending errors of the codec
