@@ -532,8 +532,8 @@ SENTENCES = [
     ),
     (
         broken("orchestrator.max_batches_ahead", 4, broken("orchestrator.max_off_policy_steps", 3)),
-        "orchestrator.max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new "
-        "enough for a batch further ahead than that; set it to at most 3",
+        "orchestrator.max_batches_ahead 4 exceeds max_off_policy_steps 3: tokens of a "
+        "batch further ahead are too old; set it to at most 3",
     ),
     (
         broken("orchestrator.admission.max_in_flight", 3),

@@ -3,7 +3,7 @@
 `ProcessPlan.ends` "itself": the process exits after its work. "with_stage": a server, stopped once
 all "itself" processes have exited with 0.
 
-Several nodes form one group per role, in this order: inference (or prefill, decode), trainer.
+With several nodes, each role has a group of nodes: inference (or prefill, decode), then trainer.
 """
 
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ CATEGORIES = (
 )
 # optimizer buckets, in bytes of optimizer state
 OFFLOADED_BYTES = 128 << 20  # with offload, to reach PCIe's rate
-WHOLE_BYTES = 256 << 20  # Muon's, the same without offload, for equal results
+WHOLE_BYTES = 256 << 20  # Muon's, with or without offload, for equal results
 NUM_SLOTS = 3  # buckets on the device
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of these values
