@@ -131,7 +131,7 @@ def test_a_folder_that_vllm_cannot_serve_is_one_sentence(tmp_path, scratch):
     with serve(weights, "--port", free_port(), TMPDIR=str(scratch)) as one:
         assert one.wait(60) == 1
         last = one.stderr.read().splitlines()[-1]
-    assert last.startswith(f"error: {weights}: vLLM cannot serve it: ")
+    assert last.startswith(f"error: {weights}: vLLM cannot serve this folder: ")
     assert "no_such_model" in last and len(last) < 900
 
 

@@ -377,8 +377,8 @@ def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence
     with pytest.raises(OrreryError) as refused:
         check_room(tmp_path / "run", num_nodes, 3, 10**9 + 1)
     words = (
-        f"transport.weights: 'files' keeps 4 versions of 1.00 GB in {folder}, "
-        "4.00 GB, of which 4.00 GB are free"
+        f"transport.weights: 'files' needs 4.00 GB in {folder} for 4 versions of 1.00 GB, "
+        "but 4.00 GB are free"
     )
     assert words in str(refused.value) and enlarge in str(refused.value)
 

@@ -1,8 +1,8 @@
 """Run one vLLM server: `python -m orrery.inference`.
 
-- It serves a replica. Further nodes of a replica run `orrery.inference.headless`.
-- In the stage SERVE, it serves a folder for `orrery serve`. `weights/serve` links to the folder,
-  and the run directory has no manifest.
+- In a run, the server is a replica. Further nodes of a replica run `orrery.inference.headless`.
+- In the stage SERVE (`orrery serve`), the server loads the folder to which `weights/serve` links.
+  The run directory has no manifest.
 """
 
 import gc
@@ -52,7 +52,7 @@ def run(role: str) -> None:
 
 
 def serve_replica(ctx: RoleContext) -> None:
-    run_token()  # fails before vLLM's long start
+    run_token()  # raises RunFailed before vLLM's long start
     ctx.health.doing("loading vLLM")
     engine, part = engine_and_part(ctx)
     inference = ctx.manifest.inference.of_engine(engine)
@@ -94,7 +94,7 @@ def serve_folder(ctx: RoleContext) -> None:
     try:
         server.serve(ctx, folder_arguments(folder, ctx.host, ctx.port, cache_bytes))
     except (ValueError, KeyError, OSError) as error:
-        raise RunFailed(f"vLLM cannot serve it: {first_sentence(error)}") from error
+        raise RunFailed(f"vLLM cannot serve this folder: {first_sentence(error)}") from error
 
 
 def first_sentence(error: Exception) -> str:

@@ -33,13 +33,13 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"
 BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
-# vLLM on CPU replaces the short name "uni" by "mp".
+# The full name, because vLLM on CPU replaces "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 INDEX = "ORRERY_ENGINE"  # environment variable: engine index
 ENGINE_READY_S = 600
-HEAD, MEET_S = "engine_head", 0.1  # HEAD: role of the ranks' rendezvous address
+HEAD, MEET_S = "engine_head", 0.1  # HEAD: role name of the ranks' meeting point
 KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
-# Without experts, because vLLM's LoRA kernels for them do not run on CPU.
+# LoRA target → projections, without experts, because their LoRA kernels need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -84,7 +84,7 @@ def server_arguments(
         "--kv-cache-memory-bytes": str(inference.kv_cache_bytes),
         "--max-num-seqs": str(inference.max_num_sequences),
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
-        "--logprobs-mode": "processed_logprobs",  # at the sampling temperature
+        "--logprobs-mode": "processed_logprobs",  # log-probs at the sampling temperature
         "--generation-config": "vllm",  # ignore the checkpoint's sampling defaults
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
@@ -175,7 +175,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the host and port where an engine's ranks meet, chosen by its first node."""
+    """Return the host and port where an engine's ranks meet, chosen by the engine's first node."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
@@ -223,7 +223,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM requires one projection, and zeros the others.
+    # vLLM requires one projection's factors, and zeros the others.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {
         "A": (lora.rank, model.num_heads * model.head_dim),

@@ -1,4 +1,4 @@
-"""Run an engine's data-parallel ranks on a node other than its first, without a server."""
+"""Run an engine's data-parallel ranks on one of its further nodes, without a server."""
 
 from orrery.inference.__main__ import run
 

@@ -1,8 +1,8 @@
 """Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
-- The first `prefill_replicas` engines prefill, and the others read their KV blocks. A block's lease
-  (time until reuse) outlasts all requests. Otherwise NIXL could send another request's cache.
-- An attempt removes earlier attempts' files: their block hashes recur with other weights.
+- The first `prefill_replicas` engines prefill, and the others read their KV blocks. Prefill engines
+  keep a block for a lease that outlasts all requests. Otherwise NIXL could send a reused block.
+- An attempt removes earlier attempts' files, because their block hashes recur with other weights.
 """
 
 import json
@@ -163,8 +163,8 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}
-    # Room for the routes of the device's blocks and of twice the host tier's blocks. Twice, because
-    # routes and blocks are evicted in different orders.
+    # Room for routes of the device's blocks and of twice the host tier's blocks. The factor is 2
+    # because routes and blocks are evicted in different orders.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -197,7 +197,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write Mooncake's client config. Return the variable with its path."""
+    """Write Mooncake's client config. Return the variable with the file's path."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -233,7 +233,7 @@ def refuse_open_interfaces(what: str) -> None:
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError without an RDMA device, because Mooncake would silently use TCP."""
+    """Raise OrreryError if RDMA lacks a device, because Mooncake would silently use TCP."""
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "
@@ -249,7 +249,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """A folder that evicts least recently used files above a size limit. Readers may miss files."""
+    """A folder with a size limit that evicts least recently used files. Reads may find no file."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
@@ -354,5 +354,5 @@ class RoutesOnDisk:
         except FileNotFoundError:
             return b""
         except OSError as error:
-            log.warning("routes %s cannot be read, and are missing: %s", path.name, error)
+            log.warning("routes %s cannot be read, and count as missing: %s", path.name, error)
             return b""

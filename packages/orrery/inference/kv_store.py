@@ -77,7 +77,7 @@ def _listens(host: str, port: int) -> bool:
 def _loads(library: str) -> bool:
     """Return whether the library loads in a subprocess.
 
-    In this process, it could conflict with NIXL's rdma-core and crash at exit.
+    In this process, the library could conflict with NIXL's rdma-core and crash at exit.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
     command = [sys.executable, "-S", "-c", probe, library]

@@ -73,7 +73,7 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """Return the slices that `model` loads, without changing it.
+    """Return the slices that `model` loads, without changing the model.
 
     Raise ValueError if a layer gets only some of its elements, or if a loader does more than copy
     slices and set constants.
@@ -95,7 +95,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """In the `with` body, keep parameters on the meta device, as before repacking.
+    """Keep parameters on the meta device in the `with` body, in their shapes before repacking.
 
     Yield {storage address: (layer name, parameter name)}.
     """
@@ -188,7 +188,7 @@ def as_box(
 ) -> tuple[Box, tuple[int, ...]]:
     """Return the box of tensor `name` that `of` covers, and the stride in `into` per box dimension.
 
-    `of` is a view of the dense tensor of `shape`. Raise ValueError if it covers no box.
+    `of` is a view of the dense tensor of `shape`. Raise ValueError if its elements form no box.
     """
     full: list[int] = []
     stride = 1
@@ -297,7 +297,7 @@ def _follows(last: Run, run: Run) -> bool:
 
 
 def _evenly(found: list[Run]) -> list[Run]:
-    """Merge copies of equal shape at equal distances, such as a layer's experts."""
+    """Merge copies of equal shape at equal distances, such as copies of a layer's experts."""
     series: list[list[Run]] = []
     latest: dict[tuple[Any, ...], list[Run]] = {}
     for run in found:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHARED = "ORRERY_SHARED_MEMORY"
 OPEN = ("/health", "/metrics")
 GENERATE = "/inference/v1/generate"
-UNAUTHORIZED = "this engine serves one run only: its token is missing or belongs to another run\n"
+UNAUTHORIZED = "this engine serves one run only: the token is missing or belongs to another run\n"
 UNKNOWN_KEY = "the token that `orrery serve` printed is missing or wrong\n"
 
 _registered = False
@@ -57,7 +57,7 @@ class AttestingWorker:
 
     def give_up_update(self) -> None:
         self.weight_transfer_engine.failure = (
-            self.untaken() or "another worker of this engine has not taken it"
+            self.untaken() or "another worker of this engine has not loaded the update"
         )
         self.finish_weight_update()
 
@@ -118,11 +118,11 @@ def _connector_worker() -> Any:
 
 
 class RequireToken:
-    """ASGI middleware: answer 401 without the path's credential, before reading the body.
+    """ASGI middleware: refuse (401) requests without their path's credential before reading bodies.
 
     GENERATE needs the credential `generate`, OPEN needs none, and other paths need `administer`.
-    Without a token, an engine refuses all requests if a launcher started it, and accepts all
-    otherwise.
+    Without a token, an engine refuses all requests if a launcher started it, and otherwise accepts
+    all requests.
     """
 
     def __init__(self, app: "ASGIApp") -> None:
@@ -154,7 +154,7 @@ class RequireToken:
 
 
 class RequireKey:
-    """ASGI middleware of `orrery serve`: answer 401 without the token.
+    """ASGI middleware of `orrery serve`: refuse (401) requests without the token.
 
     vLLM's own `--api-key` leaves some paths open.
     """

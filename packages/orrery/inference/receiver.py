@@ -1,10 +1,10 @@
 """Load a published weight version into the running model, and fingerprint its tensors.
 
 - A version comes in files (whole tensors or LoRA factors) or by direct transfer (slices).
-- A fingerprint (64-bit hash) is of the loaded tensor ("resident") or, if the engine repacks or
-  slices the tensor, of its state on arrival ("as_consumed").
-- Workers never raise, because vLLM 0.32 would mix up their results. If one fails, all discard the
-  update.
+- A fingerprint (64-bit hash) covers the tensor in the model ("resident"). If the engine repacks or
+  slices a tensor, the fingerprint covers the tensor on arrival ("as_consumed").
+- Workers never raise, because vLLM 0.32 would mix up the workers' results. If one worker fails,
+  all discard the update.
 """
 
 import abc
@@ -79,7 +79,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A round's FP8 slices, and its copies of decoded FP8 (`wide`) and other slices."""
+    """A round's FP8 scales and values, and its copies of decoded (`wide`) and other slices."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -155,7 +155,7 @@ class Receiver(Backend):
             self.model.load_weights(decoded(self._fingerprinted(update)))
             self._check_complete(update)
         else:
-            # A `torch.device` context makes dynamo recurse endlessly in vLLM's FP8 rounding.
+            # No `torch.device` context, because dynamo recurses endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
                 self._take(update)
 
@@ -168,8 +168,8 @@ class Receiver(Backend):
             repack_tied_heads(self.model)
         elif is_tied and has_stale_head(self.model):
             self.failure = (
-                "the output head is tied to the embedding and has a weight of its own, which no "
-                "update reaches"
+                "the output head is tied to the embedding, but has a separate weight, and updates "
+                "do not reach this weight"
             )
             return {}
         if not is_whole:
@@ -277,7 +277,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # vLLM resets a complete layer's `load_numel`. A padded embedding is never complete.
+            # vLLM resets a complete layer's `load_numel`. A padded embedding never looks complete.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -286,7 +286,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the first checkpoint's tensor names, without a tied LM head."""
+        """Return the initial checkpoint's tensor names, without a tied LM head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -332,7 +332,7 @@ class Receiver(Backend):
 class AdapterReceiver(Backend):
     """Overwrite the factors of the engine's adapter while the engine is paused.
 
-    With vLLM's `load_inplace`, requests from before the update would load the old files again.
+    vLLM's `load_inplace` is unsuitable, because older requests would load the old files again.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -396,7 +396,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a LoRA factor's fingerprint and kind, from vLLM's `buffer` if it fits there."""
+    """Return a LoRA factor's fingerprint and kind. Read `buffer` (vLLM's) if the factor fits."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED
@@ -406,7 +406,7 @@ def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
 def damage(folder: Path) -> str | None:
     """Return a message about a damaged safetensors file, or None.
 
-    It names no folders, because vLLM removes paths from error answers.
+    The message names no folders, because vLLM removes paths from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

@@ -2,7 +2,7 @@
 
 - Without the proxy, any caller could add engines. The router validates keys at the proxy's route
   `AUTHORIZED`, so it also refuses callers that bypass the proxy.
-- Only the proxy listens on `ctx.host`. The router and its Prometheus page listen on loopback.
+- The router and its Prometheus page listen on loopback, and only the proxy on `ctx.host`.
 - Retries and circuit breakers are off, because callers handle failed requests.
 """
 
@@ -65,7 +65,7 @@ KEPT_S = 600.0  # longer than callers keep an idle connection
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
-_UNAUTHORIZED = "this router serves one run only: its token is missing or belongs to another run\n"
+_UNAUTHORIZED = "this router serves one run only: the token is missing or belongs to another run\n"
 log = logging.getLogger("orrery.inference.router")
 
 
@@ -76,7 +76,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Above `most`, the router answers 429. The factor 2 lets old and new requests overlap.
+    # Above `most` requests, the router answers 429. The factor 2 lets old and new requests overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -102,7 +102,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first argument is the URL that validates API keys.
 
-    vllm-router 0.1.17 has no option for this URL, without which it accepts every call.
+    vllm-router 0.1.17 has no option for this URL. Without the URL, it accepts every call.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 
@@ -289,7 +289,7 @@ class _Caller(asyncio.Protocol):
         self._body_bytes, self._expects = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no asyncio.Transport
         self._front.callers.add(self)
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -326,7 +326,7 @@ class _Caller(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.is_waiting and not self._is_refused:
-            self._refuse(400, "a request came before the answer to the last\n")
+            self._refuse(400, "a request came before the answer to the previous request\n")
 
     def on_url(self, url: bytes) -> None:
         self._url += url

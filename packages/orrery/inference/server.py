@@ -3,7 +3,6 @@
 - vLLM's processes end with this process, which ends within WATCH_S of an engine core's death.
 - In the role `headless`, this process runs engine cores for a server on another node.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
-- `root_cause` and `explain_memory` explain failures.
 """
 
 import asyncio
@@ -82,7 +81,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM. `disk`: folder of KV blocks.
 
-    Raise RunFailed if the engine dies or does not start, or OutOfMemory if `explain` has a message.
+    Raise RunFailed if the engine dies or does not start. If `explain` has advice on a failed start,
+    raise OutOfMemory instead.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -96,7 +96,7 @@ def serve(
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # vLLM makes sockets in TMPDIR, and a socket's path has at most 107 bytes.
+    # A short TMPDIR, because vLLM's sockets there have paths of at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
 
     def death() -> str | None:
@@ -306,8 +306,8 @@ async def _healthy(host: str, port: int) -> bool:
 def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return an engine failure's cause: an exception in `log` after byte `begin`, or `error`.
 
-    Prefer unhandled exceptions, then handled ones, then consequences of another process's end.
-    Among equals, prefer exceptions logged as ERROR.
+    Read `log` only if `error` refers to it. Prefer unhandled exceptions, then handled exceptions,
+    then consequences of another process's end. Among equals, prefer exceptions logged as ERROR.
     """
     if POINTER not in str(error):
         return str(error)
@@ -336,14 +336,14 @@ def root_cause(error: Exception, log: Path, begin: int) -> str:
 
 
 def explain_memory(cause: str, manifest: Manifest, weights: Path) -> str | None:
-    """Return advice on a memory error of vLLM: the field to change and a value that fits.
+    """Return advice on vLLM's memory error (which field to change to which value), or None.
 
     KV cache memory = device capacity − other processes' memory − weights − reserve.
     """
     inference = manifest.inference
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
-        head = f"{_size(free)} of host memory were free for it"
+        head = f"{_size(free)} of host memory were free"
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"
@@ -378,7 +378,7 @@ def _explain_device(cause: str, manifest: Manifest, weights: Path) -> str:
     others = capacity - free - own
     head = f"{_size(asked)} more were asked for, {_size(free)} of {_size(capacity)} were free"
     if others > reserve // 2:
-        head += f" and {_size(others)} other processes'"
+        head += f" and other processes held {_size(others)}"
     fits = capacity - others - held - reserve
     if fits <= 0:
         twice = 2 * inference.tensor_parallel
@@ -414,8 +414,8 @@ def _lower_cache(manifest: Manifest, fits: int, head: str) -> str:
         )
     return (
         f"inference.kv_cache_bytes {inference.kv_cache_bytes} does not fit: {head}; at most {fits} "
-        f"do, which hold sequences of {tokens} tokens; type inference.kv_cache_bytes: {fits} and "
-        f"inference.max_model_len_tokens: {tokens}"
+        f"bytes fit, enough for sequences of {tokens} tokens; type "
+        f"inference.kv_cache_bytes: {fits} and inference.max_model_len_tokens: {tokens}"
     )
 
 

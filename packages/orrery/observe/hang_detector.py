@@ -5,7 +5,7 @@ A wait's text must name the awaited roles or processes. Stalls:
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline.
 - deadlock: for DEADLOCK_S, processes wait only for one another.
-- abandoned: for DEADLOCK_S, a process waits only for done processes.
+- abandoned: for DEADLOCK_S, a process waits only for processes that are done.
 """
 
 import math
@@ -186,10 +186,10 @@ class RankStallDetector:
     A role has stalled when each rank is in one of these states. A rank's limit is its reported
     `still_s`, by default the detector's. Heartbeats are not progress.
 
-    - silent: no expected heartbeat within its limit.
+    - silent: no heartbeat within its limit, although heartbeats are expected.
     - held: no progress within its limit, in a collective.
     - still: no progress within its reported limit, outside collectives.
-    - late: it waits, another rank is held, and no rank made progress for the wait's `behind_s`.
+    - late: the rank waits, another is held, and no rank made progress for the wait's `behind_s`.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed even without a stall.
@@ -296,7 +296,7 @@ class _SeenHealth:
 class HealthView:
     """Convert health reports to the reader's monotonic clock, because hosts' wall clocks differ.
 
-    A change counts from when the reader first saw it, and its deadline shifts equally. A pause
+    A change counts from when the reader first saw it. Its deadline shifts equally. A pause
     between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
     """
 

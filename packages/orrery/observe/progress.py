@@ -1,8 +1,7 @@
 """Show a running stage as a panel or a line, and send metric rows to TensorBoard and W&B.
 
-- Metric names start with the row's event (`evaluation/<task>/reward_mean`), otherwise its role.
+- Metric names start with the row's event (`evaluation/<task>/reward_mean`), or with its role.
 - TensorBoard's step is `step`, otherwise `version`, otherwise seconds since the first row.
-- A sink is removed after an error.
 """
 
 import os
@@ -318,7 +317,7 @@ class WandbSink:
         except ImportError:
             raise OrreryError(
                 "WANDB_PROJECT is set, but wandb is not installed; type `uv pip install wandb`, "
-                "or unset it"
+                "or unset WANDB_PROJECT"
             ) from None
         name, _, run_id = run_dir.name.rpartition("-")
         self._run = wandb.init(

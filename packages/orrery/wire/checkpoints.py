@@ -54,7 +54,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 
 
 def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
-    """Return whether to save a checkpoint after `step`. SFT's last step exports instead."""
+    """Return whether to save a checkpoint after `step`. SFT's last step exports weights instead."""
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
         return at_interval and step < manifest.sft.num_steps
@@ -87,7 +87,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write each file's size in bytes and sha256 into `note` (JSON).
 
-    Call this last: the note's reader may rename the folder.
+    Call this last, because the note's reader may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -98,8 +98,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Files in `notes` (see `write_note`) are not hashed again. Raise RunFailed if one is missing or
-    has another size.
+    Files in `notes` (see `write_note`) are not hashed again. Raise RunFailed if such a file is
+    missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -131,7 +131,7 @@ def verify(
     """Raise OrreryError, ending in `remedy`, if a file is damaged, missing or not in `files.json`.
 
     - `share` (i, n): hash every n-th file from file i.
-    - `each`: called in worker threads after each CHUNK_BYTES.
+    - `each`: called in worker threads after each CHUNK_BYTES read.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"

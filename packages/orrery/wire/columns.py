@@ -1,8 +1,8 @@
 """Hold training data as columns: numpy arrays over all tokens or samples.
 
 - A sample is a rollout or an SFT example. Sample i has tokens `offsets[i]:offsets[i + 1]`.
-- Token columns are `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Unlisted columns may
-  have any dtype.
+- Token columns are `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Columns not
+  listed below may have any dtype.
 - `logprob[t]` is log p(token t | earlier tokens). The loss includes token t if `trained[t]`.
 - Defaults of absent columns: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
 """
@@ -120,7 +120,7 @@ DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A column from byte `start` of a buffer. `kind` is "offsets", "token" or "sample"."""
+    """A column at byte `start` of a buffer. `kind` is "offsets", "token" or "sample"."""
 
     kind: str
     name: str
@@ -290,7 +290,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into JSON header and data. Raise ValueError if damaged.
 
-    The library safetensors cannot read bfloat16 into numpy arrays.
+    Needed because the library safetensors cannot read bfloat16 into numpy arrays.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):

@@ -178,7 +178,7 @@ def _signed(unsigned: int) -> int:
 class SliceSpec(NamedTuple):
     """A slice from index `starts` of a tensor of shape `full_shape`.
 
-    It is dense and row-major at byte `offset` of a buffer.
+    The slice is dense and row-major at byte `offset` of a buffer.
     """
 
     offset: int
@@ -191,7 +191,7 @@ class SliceSpec(NamedTuple):
     def rows(self) -> tuple[int, int, int] | None:
         """Return (row length, row stride, first position) in elements, or None if strides vary.
 
-        A row is a run of elements of the full tensor.
+        A row is a run of consecutive elements of the full tensor.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))

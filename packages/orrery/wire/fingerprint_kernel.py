@@ -1,7 +1,8 @@
 """Compute fingerprint shares of many slices in one Triton pass.
 
 Symbols are as in `fingerprint`. A group has GROUP elements. If a slice's rows are whole groups, the
-kernel `_groups` multiplies only 32-bit integers. With W bits per element and u = b + 2^(W−1) ≥ 0:
+kernel `_groups` multiplies elements by 32-bit integers. With W-bit elements and
+u = b + 2^(W−1) ≥ 0:
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
     u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
@@ -24,7 +25,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice from element `begin` of the buffer and element `origin` of the full tensor.
+    """A slice that starts at element `begin` of the buffer and `origin` of the full tensor.
 
     In the tensor, rows of `num_columns` elements start `row_stride` elements apart.
     """
@@ -139,7 +140,7 @@ class KernelLaunch(NamedTuple):
     kernel: Any
     integers: torch.dtype  # view of the buffer
     factors: list[torch.Tensor]
-    slice_of: torch.Tensor  # i32 [programs], slice
+    slice_of: torch.Tensor  # i32 [programs], slice index
     first_of: torch.Tensor  # i32 [programs], first element or group
     rows: list[torch.Tensor]  # one tensor [slices] per field of `Rows`
     constants: dict[str, int]
@@ -206,7 +207,7 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Divide slices among Triton programs of `taken` elements each.
 
-    Return `slice_of`, `first_of` and `rows`, in units of `run` elements except `begin`.
+    Return `slice_of`, `first_of` and `rows`. Their unit is `run` elements, except for `begin`.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

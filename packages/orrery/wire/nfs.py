@@ -1,7 +1,7 @@
 """Read files that another node writes to NFS.
 
-NFS clients cache missing names for up to a minute, unless the folder is listed. Writers must sync
-files before the marker that announces them.
+An NFS client caches for up to a minute that a file is missing, unless it lists the folder. Writers
+must sync files before the marker that announces them.
 """
 
 import errno
@@ -20,7 +20,7 @@ POLL_S = 0.1
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content, or None if missing or just replaced."""
+    """Return the content, or None if the file is missing or just replaced."""
     return _if_there(path.read_bytes)
 
 

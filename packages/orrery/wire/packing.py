@@ -48,7 +48,7 @@ def pack(
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
     - `attention`: costs instead of quadratic · n², float64 [num_samples].
     - `padded`: the model pads samples to the micro-batch's longest.
-    - `multiple`: ranks that share a sample pad it to a multiple of so many tokens.
+    - `multiple`: ranks that share a sample pad it to a multiple of `multiple` tokens.
 
     Raise OrreryError if a sample is empty or exceeds `max_tokens`.
     """
@@ -180,7 +180,8 @@ def _active_matrices(model: Model) -> int:
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """Return each sample's sparse attention FLOPs, divided by matrix FLOPs per token.
 
-    Indexers score all earlier tokens, without a backward pass. Attention reads at most top-k.
+    Indexers score all earlier tokens, without a backward pass. Attention reads at most `top_k`
+    tokens.
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer

@@ -118,7 +118,7 @@ def await_endpoints(
 ENGINE_HEADER = "X-Orrery-Engine"  # the answering engine's index
 RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank to serve the request
 SESSION_HEADER = "X-Session-ID"  # key of vllm-router's consistent_hash policy
-# Clients close idle connections before uvicorn does (5 s).
+# Clients close idle connections before servers do (uvicorn: 5 s or more).
 KEEPALIVE_S = 3.0
 UPDATE_S = 300.0  # limit of a weight update
 NUM_CANARY_TOKENS = 32

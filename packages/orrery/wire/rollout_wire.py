@@ -2,8 +2,8 @@
 
 - A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
   the batch exists, so ranks can join or restart at any time.
-- The answer to `micro_step` −1 has the batch's totals and info. Others have a micro-batch's ticket
-  (see `sockets.py`).
+- The answer to `micro_step` −1 has the batch's totals and info. Other answers have a
+  micro-batch's ticket (see `sockets.py`).
 - A rank repeats an ask until it is answered. Repeats on one connection get one answer.
 """
 
@@ -35,8 +35,8 @@ from orrery.wire.sockets import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # until a rank reconnects
-NUM_HANDSHAKES = 5  # failures in a row that raise RunFailed
+SILENCE_S = 10.0  # longest silence before a rank reconnects
+NUM_HANDSHAKES = 5  # failed handshakes in a row that raise RunFailed
 _HEAD = -1
 
 
@@ -63,7 +63,7 @@ class Batch:
             )
         if after_step is not None and self.step <= after_step:
             raise OrreryError(
-                f"batch {self.step}: the wire already took batch {after_step}; steps only rise"
+                f"batch {self.step}: the wire already took batch {after_step}; steps must increase"
             )
 
 
@@ -165,7 +165,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest step."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
@@ -282,7 +282,7 @@ class RolloutReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: a full queue fails `_send`
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, because a full queue fails `_send`
         self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)

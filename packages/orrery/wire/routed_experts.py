@@ -3,9 +3,9 @@
 - Row t of column `routed_experts` [tokens, layers, top_k] has the expert ids of input token t:
   uint8, or uint16 for more than 256 experts.
 - The ids of a missing route, such as the last token's, are the dtype's largest value. The trainer's
-  router then chooses. With 256 experts and top_k 1, expert 255 counts as missing.
-- With sparse-attention indexers, unless `trainer.indexer_choice` is "own", a row is uint8 [1, X]:
-  all layers' routes, then each indexer's bit mask of chosen keys.
+  router then chooses experts. With 256 experts and top_k 1, expert 255 counts as missing.
+- If sparse-attention indexers' choices are replayed (`trainer.indexer_choice`), a row is uint8
+  [1, X]: all layers' routes, then each indexer's bit mask of chosen keys.
 """
 
 import io
@@ -43,7 +43,7 @@ class RouteShape(NamedTuple):
 class CheckedRoutes(NamedTuple):
     """Routes that fit the model, in the trainer's dtypes.
 
-    With up to 255 experts, ids are uint8, and 255 if missing. Otherwise int16, and −1 if missing.
+    With up to 255 experts, ids are uint8 and 255 if missing. With more, int16 and −1 if missing.
     """
 
     ids: np.ndarray  # [tokens, layers with experts, top_k]
@@ -193,7 +193,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Join routes of a conversation's answers into a column [num_tokens, layers, top_k].
 
-    Later answers take precedence. Raise ValueError if one does not fit.
+    Later answers take precedence. Raise ValueError if routes do not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape

@@ -1,7 +1,7 @@
-"""Connect trainer ranks to the orchestrator by a control socket and TCP for bulk data.
+"""Connect trainer ranks to the orchestrator: a control socket, and TCP for bulk data.
 
-- Control: ZeroMQ, ROUTER at the orchestrator, DEALER at ranks. Both derive CurveZMQ keys from the
-  run's token, so no secret is sent.
+- Control: ZeroMQ, ROUTER at the orchestrator, DEALER at ranks. Both ends derive CurveZMQ keys from
+  the run's token, so no secret is sent.
 - Bulk: a ticket, sent by the control socket, has two random secrets. The receiver sends the first
   and a byte offset. The sender answers with the second and a micro-batch's bytes from the offset.
 - Bulk bytes are neither encrypted nor signed, so the network must be private.
@@ -49,7 +49,7 @@ MAX_UNKNOWN = 64  # connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # references to a free buffer: list and getrefcount
+_UNSHARED = 2  # references to a free buffer: pool and `getrefcount`
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ControlSocket:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: a full queue drops messages
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, because a full queue drops messages
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             authenticate(self._socket, is_sender=True)
@@ -113,7 +113,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Pass messages of `kind` to `handle(peer, message)`, which returns False to refuse one."""
+        """Pass messages of `kind` to `handle(peer, message)`, which returns False to refuse."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 

@@ -16,12 +16,12 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: factor for the size of vLLM's route store.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: tokens per sequence. It makes engines report sparse attention's chosen keys.
+# Environment variable: most tokens per sequence. If set, engines report sparse attention's keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
 class Patch(NamedTuple):
-    name: str  # module.function in this folder
+    name: str  # module.function in `inference/patches`
     target: str
     why: str
     until: str  # condition for removal
@@ -34,8 +34,8 @@ PATCHES = (
     Patch(
         "vllm.import_without_compiler",
         "vllm.env_override",
-        "vLLM imports torch's compiler even if nothing is compiled, a fifth of the start-up",
-        "vLLM waits until the compiler is imported",
+        "vLLM needlessly imports torch's compiler, which takes a fifth of the start-up",
+        "vLLM patches the compiler only when a model is compiled",
         "test_inference_assemble.py",
     ),
     Patch(
@@ -48,14 +48,14 @@ PATCHES = (
     Patch(
         "vllm.inspect_models_here",
         "models.registry._run_in_subprocess",
-        "vLLM inspects model classes in a subprocess, one more import of torch on a fresh machine",
+        "vLLM inspects model classes in a subprocess, which imports torch once more",
         "the registry needs no subprocess on CPU",
         "test_inference_engine.py",
     ),
     Patch(
         "vllm.forget_moe_kernels",
         "UnquantizedFusedMoEMethod._setup_kernel",
-        "a reload keeps the experts' prepacked old weights on CPU: wrong log-probs, no error",
+        "a reload on CPU keeps the experts' old packed weights, so log-probs are silently wrong",
         "weight updates prepack too",
         "test_inference_router.py",
         "vllm-project/vllm#40390",
@@ -70,7 +70,7 @@ PATCHES = (
     Patch(
         "vllm.repack_tied_heads",
         "ParallelLMHead",
-        "a reload keeps a tied head's prepacked old weights on CPU: wrong log-probs, no error",
+        "a reload on CPU keeps a tied head's old packed weights, so log-probs are silently wrong",
         "a reload processes tied heads",
         "test_inference_engine.py",
     ),
@@ -78,7 +78,7 @@ PATCHES = (
         "vllm.say_nothing_of_unloaded",
         "reload.layerwise",
         "a reload warns of layers that have no weights to load",
-        "vLLM leaves such layers out",
+        "vLLM does not warn of such layers",
         "test_inference_engine.py",
     ),
     Patch(
@@ -98,7 +98,7 @@ PATCHES = (
     Patch(
         "vllm.route_in_float32",
         "GateLinear.__init__",
-        "most models round router logits to bfloat16, which the trainer does not: other experts",
+        "models that round router logits to bfloat16 choose other experts than the trainer",
         "an option sets the dtype of router logits for all models",
         "test_inference_fp8.py",
     ),
@@ -106,14 +106,14 @@ PATCHES = (
         "vllm.keep_adapters",
         "LoRAModelManager.remove_all_adapters",
         "weight updates and empty data-parallel steps remove the adapter, and the next request"
-        " loads the first one from disk",
+        " loads the first version of the adapter from disk",
         "an update can keep adapters, and an empty step removes only its own",
         "test_inference_adapters.py",
     ),
     Patch(
         "vllm.keep_kernels_of_experts",
         "FusedMoEConfig.is_lora_enabled",
-        "experts get LoRA kernels even if no adapter targets them; those do not run on CPU",
+        "experts get LoRA kernels even if no adapter targets experts; these kernels need a GPU",
         "is_lora_enabled follows --lora-target-modules",
         "test_inference_adapters.py",
     ),
@@ -134,8 +134,8 @@ PATCHES = (
     Patch(
         "vllm_answers.hold_outputs",
         "EngineCore.step",
-        "the engine core sends every token of every request, which takes longer than a GPU step",
-        "vLLM has an interval for the engine core (--stream-interval is the API server's)",
+        "the engine core sends every token alone, which takes longer than a GPU step",
+        "the engine core has a --stream-interval, as the API server has",
         "test_inference_whole_answers.py",
         "vllm-project/vllm#27869",
     ),
@@ -156,7 +156,7 @@ PATCHES = (
     Patch(
         "vllm.answer_for_every_rank",
         "DPLBAsyncMPClient.collective_rpc_async",
-        "/collective_rpc returns data-parallel rank 0's result only, so others escape attestation",
+        "/collective_rpc returns data-parallel rank 0's result only, so other ranks are unattested",
         "collective_rpc returns the results of all ranks",
         "test_inference_wide_engine.py",
     ),
@@ -164,14 +164,14 @@ PATCHES = (
         "vllm.meet_at_one_address",
         "vllm.distributed.utils.TCPStore",
         "the ranks' TCPStore has no token and listens on every interface",
-        "vLLM always gives it a socket bound to one host",
+        "vLLM always gives the store a socket that is bound to one host",
         "test_inference_wide_engine.py",
         "vllm-project/vllm#52638",
     ),
     Patch(
         "vllm.name_shared_memory",
         "_CPUSHMDistributed.make_group_name",
-        "shared memory has random names, so what a killed process leaves cannot be found",
+        "shared memory has random names, so memory that a killed process leaves cannot be found",
         "vLLM takes the names from its caller",
         "test_inference_server.py",
     ),
@@ -185,7 +185,7 @@ PATCHES = (
     Patch(
         "vllm.pause_beside_unread_blocks",
         "Scheduler.has_finished_requests",
-        "a pause waits until a paused engine has read all blocks, hence for the end of their lease",
+        "a pause waits until all blocks are read, but their readers pause too, so leases must end",
         'a "keep" pause returns at once with unread blocks',
         "test_inference_prefill_decode.py",
         "vllm-project/vllm#58041",
@@ -194,21 +194,21 @@ PATCHES = (
         "vllm.bootstrap_on_one_address",
         "MooncakeBootstrapServer",
         "Mooncake's bootstrap server listens on 0.0.0.0",
-        "it listens on VLLM_HOST_IP",
+        "the bootstrap server listens on VLLM_HOST_IP",
         "test_inference_prefill_decode.py",
     ),
     Patch(
         "vllm.device_index_on_cpu",
         "MooncakeConnectorWorker.__init__",
-        "it asks torch.accelerator for the current device, which raises on CPU",
-        "it asks the platform",
+        "Mooncake's worker asks torch.accelerator for the current device, which raises on CPU",
+        "the worker asks vLLM's platform",
         "test_inference_prefill_decode.py",
     ),
     Patch(
         "vllm.nixl_that_waits",
         "nixl_utils._load_nixl_attr",
         "NIXL's progress thread never sleeps (orrery.wire.weight_wire.links)",
-        "the correction in the weight wire goes",
+        "`wait_for_progress` in the weight wire is removed",
         "test_inference_prefill_decode.py",
     ),
     Patch(
@@ -229,16 +229,16 @@ PATCHES = (
     Patch(
         "vllm_routes.keep",
         "aux_output_connector.BlockObjectStore",
-        "routes are lost with a block that leaves the device, and the engine ends when it returns",
-        "vLLM's store of routes follows the tiers",
+        "routes are lost when a block leaves the device, and the block's return ends the engine",
+        "vLLM's route store keeps routes as long as the tiers keep blocks",
         "test_inference_kv_offload.py",
         "vllm-project/vllm#56402",
     ),
     Patch(
         "vllm_routes.beside_transfer",
         "RoutedExpertsBuffer.capture",
-        "prefill and decode engines do not start with routes",
-        "vLLM returns routes with P/D",
+        "prefill and decode engines do not start if routes are enabled",
+        "vLLM returns routes with separate prefill engines",
         "test_inference_prefill_decode.py",
         "vllm-project/vllm#55584",
     ),

@@ -1,4 +1,4 @@
-"""Patch vLLM. `registry.py` gives each patch's target and reason."""
+"""Patch vLLM. `registry` gives the reasons."""
 
 import asyncio
 import contextlib
@@ -122,7 +122,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Restore a request's random generator after each chunk but the last of its prefill."""
+    """Restore a request's random generator after each prefill chunk except the last."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -300,7 +300,7 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    # Python limits names for FreeBSD. Linux allows 255 characters.
+    # Python shortens names for FreeBSD. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
     shared_memory._SHM_SAFE_NAME_LENGTH = length  # type: ignore[attr-defined]
@@ -397,7 +397,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in Mooncake's event loop.
 
-    Never call this for a live engine: it could write into freed blocks.
+    Never call this for a live engine, because the engine could write into freed blocks.
     """
     _end_of(worker, engine_id).set()
 

@@ -82,7 +82,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # vLLM sends these parameters only when the first result is awaited.
+        # In time, because vLLM sends the parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -90,7 +90,7 @@ def stream_samples() -> None:
                 for output in result.outputs:
                     self._raise_if_error(output.finish_reason, request_id)
                     yield written(result, request_id, [output], *rest[:1]) + b"\n"
-        except Exception as error:  # status 200 is sent, so send the error as a line
+        except Exception as error:  # status 200 was sent, so send the error as a line
             yield msgspec.json.encode({"error": {"message": str(error)}}) + b"\n"
         finally:
             streamed.discard(request_id)
@@ -234,7 +234,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # a view would keep the step's array
+                    # a view would keep the whole step's array
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:

@@ -1,6 +1,6 @@
 """Make vLLM return routed experts (routes) in more cases, and sparse attention's chosen keys.
 
-- Routes on CPU (without speculative decoding), with KV offloading and with KV transfers.
+- The cases: engines on CPU (without speculative decoding), KV offloading and KV transfers.
 - The scheduler loads an offloaded KV block only if its routes are known.
 - After a KV transfer, a decode engine knows routes only from the prompt's last token on.
 - With `capture_choices`, vLLM reports u8 [1, bytes] per token: the routed experts of all layers,
@@ -21,7 +21,7 @@ from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import CHOICE_TOKENS, KEPT
 
 CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
-CHANGES = "routes that came and went"  # key beside request ids without spaces
+CHANGES = "routes that came and went"  # key among request ids, which have no spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
 
@@ -43,7 +43,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """Make the CPU platform seem out-of-tree, where vLLM does not require Model Runner V2."""
+    """Make the CPU platform seem out-of-tree, so that vLLM does not require Model Runner V2."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]

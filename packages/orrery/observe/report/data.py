@@ -42,7 +42,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Rows, stored by column to fit runs of weeks into memory. With `keys`, keep only these."""
+    """Rows, stored by column to fit runs of weeks into memory. Keep all columns, or only `keys`."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}

@@ -181,8 +181,8 @@ def versions(run: RunData) -> go.Figure | None:
 
 
 def agreement(run: RunData) -> go.Figure | None:
-    """Largest log-prob difference of trainer and engine with equal weights, and mismatch KL of \
-    all tokens.
+    """Largest log-prob difference between trainer and engine with equal weights, and mismatch \
+    KL of all tokens.
     """
     if not run.rl:
         return None

@@ -3,7 +3,7 @@
 - Trainer rank 0 serves a TCPStore. The private file `wire.json` has its address and a secret.
 - TCPStore does not authenticate, so each value carries an HMAC-SHA256 with the secret.
 - When all engine ranks ("members") are ready, rank 0 publishes an order with a process group's
-  number ("generation"). A new group forms only if members change or after a failure.
+  number ("generation"). A new group forms only after a failure or if members change.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store. Waits block it, so each thread needs its own."""
+    """A connection to the store. A wait blocks it, so each thread needs its own."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -188,7 +188,7 @@ class StoreConnection:
         self.store.queue_push(ARRIVALS, self._sealed(ARRIVALS, msgspec.msgpack.encode(arrival)))
 
     def next_arrival(self, within_s: float) -> Arrival:
-        """Wait for the next arrival and remove it. Raise as `get`."""
+        """Wait for the next arrival and remove it. Raise WireFailed as `get`."""
         what = "the arrival of an engine rank"
         self._await(ARRIVALS, what, within_s)
         content = self._open(ARRIVALS, bytes(self.store.queue_pop(ARRIVALS, False)), what)

@@ -1,6 +1,6 @@
 """Send weights as safetensors files. Engines memory-map them.
 
-- On one node, their folder (mode 0700) is in shared memory, otherwise in the run's folder.
+- On one node, the files' folder (mode 0700) is in shared memory, otherwise in the run directory.
 - `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES, or of one larger tensor.
 - `version_<n>.json`: the marker, written last and removed first.
 - The publisher keeps the newest `keep` versions.
@@ -64,8 +64,8 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
     needed, free = (keep + 1) * version_bytes, shutil.disk_usage(where).free
     if needed > free:
         raise OrreryError(
-            f"transport.weights: 'files' keeps {keep + 1} versions of {version_bytes / 1e9:.2f} GB "
-            f"in {where}, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free. "
+            f"transport.weights: 'files' needs {needed / 1e9:.2f} GB in {where} for {keep + 1} "
+            f"versions of {version_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free. "
             f"Set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
         )
     return needed if where == SHARED_MEMORY else 0
@@ -89,7 +89,7 @@ class WeightPublisher:
         )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Publish symlinks to the safetensors files of `folder`. Needs no torch."""
+        """Publish symlinks to the safetensors files of `folder`."""
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
     def _publish(
@@ -164,7 +164,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # Do not resolve symlinks: a container mounts the folder under this name.
+    # Do not resolve symlinks, because a container mounts the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}

@@ -4,8 +4,8 @@
 - The engine decodes them to bfloat16, and its model quantizes to FP8 again. This restores values,
   because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, and half a step of e4m3 is
   at least 2⁻⁵ of it.
-- It restores scales (largest magnitude / 448), because 448 · scale rounds to that magnitude in
-  bfloat16.
+- It restores scales (a block's largest magnitude / 448), because 448 · scale rounds to the largest
+  magnitude in bfloat16.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ from orrery.wire.weight_wire.plan import (
 SCALE = "_scale_inv"
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # minimum scale: engines raise smaller block maxima to 1e-4
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # minimum, because engines raise smaller block maxima to 1e-4
 CHUNK_ROWS = 1024  # rows decoded at a time, in float32
 
 
@@ -47,7 +47,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # bfloat16 rounds 448 · LEAST_SCALE above 1e-4. A smaller scale lets engines use 1e-4.
+    # In bfloat16, 448 · LEAST_SCALE would exceed 1e-4. Engines raise a smaller product to 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -134,7 +134,7 @@ class SliceDecoder:
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
         """Keep `scales` of `bucket` (u8), and decode `values`. Return a buffer of results.
 
-        `widened(values)` gives their offsets. The next call overwrites the buffer.
+        `widened(values)` gives the results' offsets. The next call overwrites the buffer.
         """
         for name, box, offset in scales:
             if name not in self._scales:

@@ -1,7 +1,7 @@
 """Lease a policy version for its transfer over a direct wire. Needs no torch.
 
 A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
-step. A lease delays that step until it is released or the version is sent. Both ends repeat
+step. A lease delays that step until the lease is released or the version is sent. Both ends repeat
 messages, so lost, late and duplicate messages do no harm.
 """
 
@@ -20,7 +20,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.sockets import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of errors, so these phrases identify them.
+# vLLM passes on only the text of errors, so these phrases identify errors.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
 ROUND_S = 60.0  # limit of a transfer's round
@@ -236,7 +236,7 @@ class LeaseClient:
     async def start_transfer(
         self, published: Published, engines: Sequence[str]
     ) -> Published | None:
-        """Lease the version and start its transfer to `engines`. End the previous one.
+        """Lease the version and start its transfer to `engines`. End the previous transfer.
 
         Return `published` with the transfer's number, or None if the version is gone. Raise
         WireFailed if the trainer does not answer. Call `release` afterwards.

@@ -1,7 +1,7 @@
 """Move bytes from buffers ("buckets") of trainer ranks ("sources") to engine ranks ("targets").
 
-- `nccl`: a process group sends messages (gloo on CPUs). A target GPU on the source's host instead
-  reads its buckets by CUDA IPC.
+- `nccl`: a process group sends messages (gloo on CPUs). A target GPU on the source GPU's host
+  instead reads the source's buckets by CUDA IPC.
 - `nixl`: the target reads the source's buckets over NIXL and UCX.
 - The first NCCL message between two ranks blocks until both join, so it runs in a thread for at
   most ROUND_S seconds.
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 Wait = Callable[[], None]
-"""Wait until a message has arrived. Raise WireFailed naming the peer.
+"""Wait until a message has arrived. If it does not, raise WireFailed, which names the peer.
 
-Until then the source must not overwrite the sent bytes, nor the target read its buffer.
+Before, the source must not overwrite the sent bytes, and the target must not read its buffer.
 """
 
 
@@ -432,7 +432,7 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's links. Targets in `pulling` read its buckets. Others use the process group."""
+    """A source's links. Targets in `pulling` read its buckets. Others receive by process group."""
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's links. It reads `pulled` sources' buckets. Others send by process group."""
+    """A target's links. It reads the buckets of `pulled` sources. Others send by process group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None

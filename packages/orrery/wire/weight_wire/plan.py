@@ -194,7 +194,7 @@ def aligned_bytes(box: Box, itemsize: int) -> int:
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Put each slice into the first round with space. Ranks' slices keep their order."""
+    """Put each slice into the first round with space. Each rank's slices keep their order."""
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
@@ -230,7 +230,7 @@ def pieces(
 ) -> list[tuple[str, Box]]:
     """Return the distinct boxes that one engine's ranks need.
 
-    Raise OrreryError if they do not tile each tensor.
+    Raise OrreryError if the boxes do not tile each tensor.
     """
     found: list[tuple[str, Box]] = []
     for name in names:

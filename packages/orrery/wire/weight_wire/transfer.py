@@ -1,7 +1,7 @@
 """Send weight slices directly from trainer ranks to engine ranks.
 
 - Trainer: `publish` announces a version, and a thread sends it on request. `settle` withdraws the
-  version. It must be called before the optimizer step changes the weights.
+  version, and must precede the optimizer step.
 - Engine: `receive` yields a version's slices in rounds.
 """
 
@@ -92,7 +92,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the TCPStore named in `folder`. Rank 0 starts it on `host`."""
+        """Connect to the TCPStore named in `folder`. Rank 0 serves it on `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -100,7 +100,7 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
-        self.leases = LeaseTable()  # rank 0 only
+        self.leases = LeaseTable()  # used by rank 0 only
         self._listener: LeaseListener | None = None
         if rank == 0:
             self._lease_store = connect(self.address)
@@ -138,8 +138,8 @@ class WeightSender:
         the sending thread failed.
 
         - `held` returns every tensor of the checkpoint, empty if this rank has no part.
-        - `standing`: this rank's parameters and buffers. `held` is called again only if one changed
-          its storage.
+        - `standing`: this rank's parameters and buffers. `held` is called again only if one of
+          them has new storage.
         - Rank 0 calls `report(version, error or "", seconds by phase)` after each transfer.
         """
         self.check()
@@ -261,7 +261,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # High priority: engines wait. `publish` waited for the optimizer step.
+                # High priority, because engines wait. `publish` has waited for the optimizer.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -498,7 +498,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Messages in flight keep connections open and peers waiting.
+        # Forget `_ahead`, because its messages keep connections open and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
