@@ -234,7 +234,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # later starts trust an existing folder
+    sync_tree(aside)  # because later starts trust an existing folder
     try:
         aside.rename(folder)
     except OSError:

@@ -120,7 +120,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
 
 
 def put_back(model: Any) -> None:
-    """Undo `initialize_layerwise_reload` or `_without_storage`, before any tensor is loaded."""
+    """Undo `initialize_layerwise_reload` or `_without_storage`. Call this before any loading."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.kernel_tensors is not None:

@@ -69,7 +69,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's part of a batch. Iterate only once: iteration fetches the data."""
+    """One rank's part of a batch. Iterate only once, because iteration fetches the data."""
 
     step: int
     rank: int

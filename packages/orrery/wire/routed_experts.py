@@ -193,7 +193,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Join routes of a conversation's answers into a column [num_tokens, layers, top_k].
 
-    Later answers take precedence. Raise ValueError if routes do not fit.
+    Later answers take precedence. Raise ValueError if an answer does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape

@@ -82,7 +82,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # In time, because vLLM sends the parameters when the first result is awaited.
+        # Still effective, because vLLM sends the parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
