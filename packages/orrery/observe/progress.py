@@ -379,6 +379,7 @@ class Observer:
                     with self._dropping(sink):
                         sink.write(process, row)
                 self._progress.add(process, row)
+            self._has_failed = False
         except OSError as error:
             if not self._has_failed:
                 why = f"({explain_os_error(error)}); tried again every {READ_S:g} s"

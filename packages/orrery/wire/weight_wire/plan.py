@@ -172,7 +172,7 @@ def plan_moves(
                     where = "no trainer rank" if missing > 0 else "several trainer ranks in part"
                     raise OrreryError(
                         f"weight wire: engine rank {target} needs {list(need)} of tensor {name!r}, "
-                        f"but {missing} of these elements are held by {where}"
+                        f"but {abs(missing)} of these elements are held by {where}"
                     )
     return found
 
