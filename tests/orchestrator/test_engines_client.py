@@ -167,7 +167,7 @@ async def test_routes_are_asked_for_from_a_position_and_come_beside_the_tokens()
 
 @pytest.mark.parametrize(
     ("generated", "says"),
-    [(with_routes(2), "3 tokens .* those of 2"), (answer([7, 8], [("3", 0, 2)]), "none")],
+    [(with_routes(2), "3 tokens .* routes of 2"), (answer([7, 8], [("3", 0, 2)]), "no routes")],
 )
 async def test_routes_that_were_asked_for_and_are_not_all_there_fail_the_generation(
     generated, says

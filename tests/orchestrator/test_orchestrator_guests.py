@@ -227,7 +227,7 @@ LIES = [
      "a token outside the vocabulary"),
     (lambda home, job: home.honest(job, token_ids=np.array([5], np.int32).tobytes(),
                                    logprobs=bytes(4), finish_reason="length"),
-     "the end 'length' at token 1"),
+     "finish_reason 'length' at token 1"),
 ]  # fmt: skip
 
 
@@ -434,7 +434,7 @@ async def test_a_site_with_old_weights_gets_no_jobs_and_one_with_false_weights_i
     await home.pool.ask("lima", old, 0)
     call, told = await asyncio.gather(home.generate(), home.pool.ask("lima", old, 0.1))
     assert call is None and not told.jobs
-    with pytest.raises(GuestRefused, match="other weights than those of version 6"):
+    with pytest.raises(GuestRefused, match="its weights differ from version 6"):
         await home.pool.ask("lima", Ask(lease, 6, "digest 4", 8), 0)
 
 

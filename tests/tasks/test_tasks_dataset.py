@@ -209,7 +209,7 @@ def test_a_chat_that_ends_with_the_reply_is_refused(tmp_path):
             {"prompt": "{qestion}"},
             "40 of 40 rows lack the column 'qestion' of `prompt` (",
         ),
-        ({"answer": "{reply}"}, "correct `answer` or add the column. The first has the columns"),
+        ({"answer": "{reply}"}, "correct `answer` or add the column. The first such row has"),
         (
             {"prompt": "{no}", "answer": "{no}"},
             "40 of 40 rows lack the column 'no' of `prompt` and `answer` (",
@@ -235,7 +235,7 @@ def test_wrong_args_are_one_sentence(path, changes, says):
 def test_a_changed_file_is_refused(path):
     given = args(path)
     path.write_text(path.read_text().replace("3", "4"))
-    with pytest.raises(OrreryError, match=r"the manifest says .*. Write the new one"):
+    with pytest.raises(OrreryError, match=r"the manifest says .*. Write the new sha256"):
         task(**given)
 
 
@@ -380,7 +380,7 @@ def test_rows_without_a_column_are_counted_and_the_columns_are_listed(tmp_path):
         "rows.jsonl:163): correct "
     )
     assert said in str(error.value).replace(f"{tmp_path}/", "")
-    assert str(error.value).endswith("The first has the columns 'qestion', 'answer'")
+    assert str(error.value).endswith("The first such row has the columns 'qestion', 'answer'")
 
 
 def test_a_prompt_with_two_answers_is_named(tmp_path):

@@ -74,7 +74,7 @@ def test_a_row_that_is_trained_and_evaluated_is_refused(checked, path, trained, 
     assert re.match(
         rf"tasks.evaluation\[0\]: task 'evaluation_0': args.source: \d+ of \d+ evaluation rows "
         rf"are rows of tasks.train\[0\] too \({re.escape(str(path))}:\d+, .*: held_out of kind "
-        "fraction divides the rows by `prompt` and `fraction`; give both tasks equal ones, use ",
+        "fraction divides the rows by `prompt` and `fraction`; give both tasks equal values, use ",
         str(error.value),
     )
 

@@ -122,9 +122,9 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 def scheduler(ctx: RoleContext) -> Scheduler:
     """Return a scheduler, resumed from the newest checkpoint if one exists.
 
-    Remove incomplete checkpoints and SFT's.
+    Remove incomplete checkpoints and SFT's checkpoints.
     """
-    # The trainer saves no checkpoint before its first batch.
+    # Safe, because the trainer saves no checkpoint before its first batch.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))

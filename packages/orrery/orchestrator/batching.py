@@ -54,7 +54,7 @@ def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
     """Pack documents (rollouts) into batch `step`.
 
-    Ranks of a context-parallel group get equal micro-batches.
+    Ranks of a context-parallel group get the same micro-batches.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))

@@ -4,7 +4,6 @@
 - Every request leaves `Dispatch` exactly once: finished, failed, or in a `GroupDropped`.
 - Order of starts: evaluation, started groups (their prompt is cached), new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
-- Each rollout in flight takes one permit of `Admission`.
 """
 
 import math
@@ -27,7 +26,7 @@ TIMEOUT = "timeout"
 PROOF_S = 30.0
 BACKOFF = 0.05
 LEAST = 1e-9
-# Each poll multiplies `share` − measured share by e^(−DECAY · ended rollouts / in flight).
+# A poll multiplies the excess of `share` over its measurement by e^(−DECAY · ended / in flight).
 DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
@@ -35,7 +34,7 @@ PIECE_S = 5.0
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for `size` rollouts of one problem. Per purpose, `group_id` counts from 0."""
+    """A request for `size` rollouts of one problem. `group_id` counts a purpose's groups from 0."""
 
     purpose: Purpose
     group_id: int
@@ -50,7 +49,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout's request. `version`: policy version when its group started, and cache salt."""
+    """A request for one rollout. `version`: policy version at its group's start, and cache salt."""
 
     group: GroupRequest
     member: int
@@ -112,11 +111,11 @@ class Source:
 
 @dataclass
 class AdaptiveLimit:
-    """The limit of rollouts in flight: the number of engines / `share`.
+    """The limit of rollouts in flight: the number of engines divided by `share`.
 
     `share` estimates the part of one engine's KV cache that a rollout uses. It rises at once but
-    falls slowly, because young rollouts use little cache. Preempted requests lower the limit by 1
-    each, but per poll by at most max(1, BACKOFF · limit).
+    falls slowly, because young rollouts use little cache. After n preemptions, the limit is
+    m − min(n, max(1, BACKOFF · m)) with m = min(limit, rollouts in flight).
     """
 
     bounds: AdaptiveAdmission
@@ -134,7 +133,7 @@ class AdaptiveLimit:
         """Update `share` and `limit`.
 
         `num_ended`: rollouts ended since the last poll. `was_full`: all permits were taken at some
-        time since then.
+        time since that poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
@@ -302,7 +301,7 @@ class Dispatch:
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
         """Return requests in flight for longer than `timeout_s`. They stay in flight.
 
-        Time without a serving engine (`is_served`) does not count.
+        Time while no engine serves (not `is_served`) does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -343,7 +342,7 @@ class Dispatch:
 
 @dataclass
 class _Expired:
-    """A rollout past its timeout. `tokens`: {engine: token count at the next poll}."""
+    """An overdue rollout. `tokens`: {engine: token count at the first poll after the timeout}."""
 
     since_s: float
     tokens: dict[int, int] = field(default_factory=dict)
@@ -402,7 +401,7 @@ class TimeoutClassifier:
 async def poll_engines(
     ctx: RoleContext, pool: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
-    """Update `admission`. Return engines' loads, or {} if one does not answer."""
+    """Update `admission`. Return engines' loads, or {} if an engine does not answer."""
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
     except OrreryError as error:
@@ -420,7 +419,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip prefill engines, because rollouts only fill decode engines' caches.
+    # Skip prefill engines, because rollouts fill only decode engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})
@@ -430,7 +429,7 @@ async def poll_engines(
     if due:
         ctx.metrics.write(None, event="admission", limit=limit, num_in_flight=taken, share=share)
     if limit != before:
-        ctx.log.debug("rollouts in flight: %d of %d at most, before %d", taken, limit, before)
+        ctx.log.debug("rollouts in flight: %d, limit %d (before: %d)", taken, limit, before)
     return loads
 
 

@@ -1,10 +1,9 @@
 """Collect groups (rollouts of one problem), compute their advantages, and cut batches.
 
-- Equal rewards give advantages of exactly 0.
 - Timeouts with a reward of 0 count in the group's mean reward, but are not trained.
 - A group without a finished rollout or with only one reward is dropped (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, groups with only zero advantages are spare. Batches use them
-  only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
+- With `drop_zero_advantage_groups`, groups with only zero advantages are spare. A batch uses
+  spare groups only after `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled.
 - A batch takes the oldest groups first, and no stale group.
 """
 
@@ -22,7 +21,7 @@ from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Rollout
 
 STD_FLOOR = 1e-6  # smaller deviations are rounding errors
-BARREN_BATCHES = 10  # consecutive untrainable rollouts that end the run, in batches
+BARREN_BATCHES = 10  # batches' worth of consecutive untrainable rollouts that end the run
 RAISE = {  # drop reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
@@ -74,7 +73,7 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return the survivors with their advantages. Other members of the group count as reward 0."""
+    """Return the survivors with their advantages. The group has `num_zeros` other rewards of 0."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [
@@ -181,7 +180,7 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def drop_engines(self, is_dropped: Callable[[int], bool], reason: str) -> int:
-        """Drop groups with a rollout of a dropped engine. Return their number of rollouts."""
+        """Drop groups with a rollout of a dropped engine. Return the number of dropped rollouts."""
         num_dropped = 0
         for groups in (self.queue, self.spare):
             kept = [group for group in groups if not any(is_dropped(one.engine) for one in group)]

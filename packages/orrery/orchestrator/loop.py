@@ -36,7 +36,7 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
-GATHER_S = 0.01  # so that rollouts of a group start together
+GATHER_S = 0.01  # pause, so that rollouts of a group start together
 FIRST_VERSION_S = 600.0
 NUM_SAMPLES = 4
 MANY_TRUNCATED = 0.5
@@ -77,8 +77,8 @@ async def update_engines(
     """Load the newest policy version into all engines. Return whether a version was loaded.
 
     - Cancel stale rollouts first, because a paused engine handles no aborts.
-    - Rollouts start when the engines resume. `pool.is_proving` holds batches back until the engines
-      have answered the canary.
+    - Rollouts start when the engines resume. `train` takes no batch until the engines have answered
+      the canary (a test prompt).
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -87,7 +87,7 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Engines may return tokens of the new version before the update ends.
+    # Store now, because engines may return tokens of this version during the update.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
@@ -272,7 +272,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write metrics before sending: a run that resumes after this batch skips them.
+        # Write metrics before sending, because a run resumed after this batch does not write them.
         self.ctx.metrics.write(
             step,
             **row,
@@ -320,7 +320,7 @@ class Loop:
 
     async def _end_preempted(self) -> NoReturn:
         step = self.scheduler.clock.next_batch - 1
-        with self.ctx.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
+        with self.ctx.health.waiting(f"trainer to ask for batch {step + 1} before it winds down"):
             await self.sender.wanted(step + 1)
         await self._write_now(step)
         await stop_trainer(self.ctx, self.sender, step)

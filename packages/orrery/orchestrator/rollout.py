@@ -2,7 +2,7 @@
 
 - Prompt tokens and tool results are not trained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
-- `RolloutFailed`: engine, task or judge failed. `JudgeBroken` (wrong rewards) ends the run.
+- `RolloutFailed`: engine, task or judge failed. `JudgeBroken` ends the run.
 - `RolloutRunner` calls `on_ended` once per request, except for cancelled requests. Its `check`
   raises unexpected exceptions of rollouts, which end the run.
 """
@@ -112,7 +112,7 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k]
-    engine: int = UNKNOWN_ENGINE  # index of the engine, if one sampled all turns
+    engine: int = UNKNOWN_ENGINE  # index of the engine, if one engine sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
@@ -276,10 +276,10 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Batches hold float32, and checkpoints JSON without infinity or NaN.
+    # Batches hold float32. Checkpoints hold JSON, which has no infinity or NaN.
     if not (np.abs([reward, *metrics.values()]) <= np.finfo(np.float32).max).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
-        raise RolloutFailed("judge", detail + "rewards and metrics are finite float32 numbers")
+        raise RolloutFailed("judge", detail + "rewards and metrics must be finite float32")
     return reward, metrics
 
 
@@ -287,7 +287,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # Abort explicitly: a router does not report the disconnect to the engine.
+        # Abort explicitly, because a router does not report the disconnect to the engine.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:
@@ -336,7 +336,10 @@ async def _guard_async(reason: str, call: Any) -> Any:
 
 
 class Notifier:
-    """An event for all waiting tasks. Do not `await` between testing a condition and `wait`."""
+    """An event for all waiting tasks.
+
+    Do not `await` between testing a condition and `wait`, or a notification may be missed.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -362,7 +365,7 @@ class RolloutRunner:
         on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`is_compared(version)`: whether the trainer may recompute its log-probs."""
+        """`is_compared(version)`: whether the trainer may recompute log-probs of that version."""
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
         self._routes = row_shape(manifest)
@@ -405,7 +408,7 @@ class RolloutRunner:
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # or asyncio logs it as never retrieved
+            opening.exception()  # otherwise asyncio logs the exception as never retrieved
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
@@ -475,7 +478,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return a request's seed, equal for all policy versions."""
+    """Return an evaluation request's seed, equal for all policy versions."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

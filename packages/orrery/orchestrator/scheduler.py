@@ -175,7 +175,7 @@ class Clock:
     """The engines' policy version and the next batch's number.
 
     - Batch n ≥ 1 trains version n − 1 and makes version n.
-    - Its tokens have versions ≥ n − 1 − `max_off_policy_steps`.
+    - A batch's tokens have versions ≥ n − 1 − `max_off_policy_steps`.
     """
 
     max_off_policy_steps: int
@@ -225,7 +225,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # fewer than in the manifest after an early stop
+    num_batches: int  # after an early stop, fewer than in the manifest
     rewards: list[tuple[int, float, bool]]
 
 
@@ -272,7 +272,7 @@ class Scheduler:
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
-            # Attempts renumber other sites, and one may be refused after this snapshot.
+            # Drop other sites' rollouts. Sites get new numbers, and may have been refused since.
             num_own = manifest.inference.num_replicas
             self.buffer.drop_engines(lambda each: each >= num_own, "site_of_past_attempt")
 
@@ -360,7 +360,7 @@ class Scheduler:
     ) -> EvaluationResult | None:
         is_train = request.group.purpose == "train"
         if isinstance(outcome, Rollout) and outcome.engine in self._refused:
-            outcome = Failed(SITE_REFUSED, "another site sent false samples")
+            outcome = Failed(SITE_REFUSED, "its site sent false samples")
         reason = outcome.reason if isinstance(outcome, Failed) else None
         if reason == ENGINE_GONE and not is_train:
             self.dispatch.restart(request.name)
@@ -384,7 +384,7 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop a refused site's rollouts, also later ones. Return their number."""
+        """Drop a refused site's rollouts, now and later. Return the number dropped now."""
         self._refused.add(engine)
         num_open = self.groups.drop_engine(engine)
         self.buffer.count(SITE_REFUSED, num_open)

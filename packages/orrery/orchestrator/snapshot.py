@@ -1,6 +1,6 @@
 """Write and read the orchestrator's part of a checkpoint, `step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the tokens of groups that wait for a batch, `state.json` all other state.
+- `queue.safetensors` has the tokens of groups that wait for a batch. `state.json` has the rest.
 - The files of step n are written before batch n is sent, so every trainer checkpoint has them.
 - At a later preemption, newer state goes to `later.attempt_<k>/orchestrator/` in the checkpoint's
   folder. A resumed run reads this state.
@@ -142,7 +142,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"
     if (later := _later(checkpoint)) is not None:
         path = later / "orchestrator"
-        remedy = f"remove {later} to go on from when batch {step} was cut; "
+        remedy = f"remove {later} to go on from the state when batch {step} was cut; "
         remedy += "the step's checkpoint itself stays"
         checkpoints.verify(later, remedy)
     try:
@@ -180,7 +180,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copy: a memory-mapped NFS file becomes unreadable if another node removes it.
+    # Copy, because a memory-mapped NFS file becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

@@ -113,7 +113,7 @@ def _without_kinds(loc: Sequence[int | str], given: Any) -> Iterator[int | str]:
 class FewShot:
     """A task that puts solved examples before each problem of an inner task.
 
-    A spare example replaces one that equals the problem. System prompts become one message.
+    A spare example replaces an example that equals the problem. System prompts become one message.
     """
 
     class Args(Record):

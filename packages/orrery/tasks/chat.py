@@ -144,8 +144,8 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Messages in `trained_roles` are trained: all tokens of assistant turns, content and
-        end-of-turn token of others. The first token is untrained.
+        Messages in `trained_roles` are trained: all tokens of assistant turns, and content and
+        end-of-turn token of other messages. The first token is untrained.
 
         Raise OrreryError if the order of roles is invalid, no message is trained, or the template
         mixes a trained message with other text.
@@ -221,7 +221,7 @@ class Renderer:
         if not roles or roles[0] == "assistant" or roles[-1] not in last:
             raise OrreryError(
                 f"chat of roles {roles}: an example ends with an {' or '.join(last)} message "
-                "and does not begin with an assistant's"
+                "and does not begin with an assistant message"
             )
         of_assistant = [EVERYTHING] if "assistant" in trained_roles else []
         first = messages[: turns[0] if turns else None]
@@ -527,7 +527,7 @@ def template_environment() -> jinja2.Environment:
 
 
 def take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
-    """Return (text without its calls, the calls). A malformed call stays in the text."""
+    """Return (text without its calls, the calls)."""
     opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
     kept, calls, after = [], [], 0
     while (begin := text.find(opens, after)) >= 0:

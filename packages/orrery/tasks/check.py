@@ -287,7 +287,7 @@ def _longest_prompt_tokens(
 
 
 def tokenizer_facts(folder: Path) -> dict[str, Any]:
-    """Return `sha256`, the vocabulary size without added tokens, and their ids."""
+    """Return `sha256`, the vocabulary size without added tokens, and the added tokens' ids."""
     renderer = Renderer(folder)
     added = renderer.tokenizer.get_added_tokens_decoder()
     files = [folder / name for name in FILES if (folder / name).is_file()]

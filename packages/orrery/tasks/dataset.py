@@ -44,7 +44,7 @@ FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
 TRIED = 16  # rows that test a user's reward function
 LONG_ANSWER = 4  # minimum words of an answer with a derivation
-KEPT = 8192  # cached problems, above the rollouts in flight
+KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -84,7 +84,7 @@ class ProblemFile(Record):
         if found != self.sha256:
             raise OrreryError(
                 f"sha256: {self.path} has {found}, the manifest says {self.sha256}. Write the new "
-                "one into the spec, or restore the old file"
+                "sha256 into the spec, or restore the old file"
             )
         check_held(Path(self.path), self.split)
         rows = open_rows(Path(self.path), self.split)
@@ -167,7 +167,7 @@ class Dataset(SingleTurn):
         for name, rows in lacks.items():
             has = ", ".join(map(repr, self._row(rows[0]))) or "none"
             what = " and ".join(f"`{field}`" for field in fields if name in fields[field])
-            advice = f"correct {what} or add the column. The first has the columns {has}"
+            advice = f"correct {what} or add the column. The first such row has the columns {has}"
             kind = f"rows lack the column {name!r} of {what}"
             raise OrreryError(self._sentence(kind, rows, advice, len(self._rows)))
         return kept
@@ -263,8 +263,8 @@ class Dataset(SingleTurn):
     def check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
         """Check and count the rows of `split`.
 
-        Raise OrreryError for an unusable row, a prompt on both sides, or more than `max_tokens` in
-        a prompt, counted by `tokens`.
+        Raise OrreryError for an unusable row, a prompt on both sides, or a prompt of more than
+        `max_tokens`, as counted by `tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
@@ -383,13 +383,13 @@ class Dataset(SingleTurn):
         return found
 
     def check_against(self, trained: Mapping[str, np.ndarray]) -> None:
-        """Raise OrreryError if a row or prompt is in `trained`, other tasks' digests."""
+        """Raise OrreryError if a row or prompt is in `trained`, which has other tasks' digests."""
         own = self.digests
         for path, digests in trained.items():
             if both := self._kept[np.isin(own, digests).any(axis=1)].tolist():
                 advice = (
                     "held_out of kind fraction divides the rows by `prompt` and `fraction`; give "
-                    "both tasks equal ones, use held_out of kind column, or leave these rows "
+                    "both tasks equal values, use held_out of kind column, or leave these rows "
                     "out of one task by `where`"
                 )
                 kind = f"evaluation rows are rows of {path} too"
@@ -414,7 +414,7 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-# Rows are checked in a fork, which SIGALRM ends even in C code.
+# Rows are checked in a fork, because SIGALRM ends a fork even in C code.
 
 ROW_S = 10.0
 

@@ -1,7 +1,7 @@
 """Pose and judge single-turn problems of a family of `reasoning-gym`.
 
 - Each problem is item 0 of a dataset with its own seed, because item 1 equals item 0 of the next
-  seed.
+  seed's dataset.
 - Reward: the library's score of the text in `<answer>` tags or, without tags, of the reply.
 """
 
@@ -32,7 +32,7 @@ from orrery.tasks.task import (
 )
 
 MAX_DRAWS = 1000
-KEPT_DRAWS = 8192  # cached problems, above the rollouts in flight
+KEPT_DRAWS = 8192  # cached problems, more than the rollouts in flight
 
 
 class Family:
@@ -61,7 +61,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Return a dataset with another seed without rereading files."""
+        """Return a dataset with `seed`, without reading files again."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset

@@ -2,7 +2,7 @@
 
 - Folders come from `Dataset.save_to_disk` or `orrery fetch`. Fetched files' names begin with the
   split (`main/train-00000-of-00001.parquet`).
-- JSONL and Arrow files are memory-mapped, others read whole.
+- JSONL and Arrow files are memory-mapped. Other files are read whole.
 """
 
 import csv
@@ -128,7 +128,7 @@ class JsonLines:
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # Text mode would split lines at \r too.
+            # Binary, because text mode would split lines at \r too.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():

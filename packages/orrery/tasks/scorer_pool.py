@@ -1,12 +1,12 @@
 """Score answers in a pool of processes, because some scorers execute answers.
 
-- `python -m orrery.tasks.scorer_pool KIND` is a scorer process. In: a line `[number, request, text,
-  limit_s]` per answer. Out: an empty line when ready, then `[number, score, note]` per answer. The
-  score is null if the scorer fails, a message if the request is invalid. The note is null or the
-  exception of a user's reward function.
+- `python -m orrery.tasks.scorer_pool KIND` is a scorer process. It reads a line `[number, request,
+  text, limit_s]` per answer. It writes an empty line when ready, then `[number, score, note]` per
+  answer. The score is null if the scorer fails, or a message if the request is invalid. The note is
+  null or the exception of a user's reward function.
 - Scorers that may execute the answer run in a fork without secrets, capabilities or writable files.
-- All processes need one PYTHONHASHSEED, because some reasoning-gym families order words by hash.
-- A failed process is replaced. Its answer raises OrreryError and never scores 0.
+- All processes share one PYTHONHASHSEED, because some reasoning-gym families order words by hash.
+- A failed process is replaced. Scoring its answer raises OrreryError and never gives 0.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class ScorerPool:
                 del self._scores[next(iter(self._scores))]
         if scoring.done():
             return scoring.result()
-        # Equal calls share a task, so cancelling a call must not cancel it.
+        # Equal calls share a task, so cancelling a call must not cancel the task.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -112,7 +112,7 @@ class ScorerPool:
                 raise OrreryError(
                     f"the process that scores answers {how}. The next answer gets a new process"
                 ) from error
-            except BaseException:  # or the next request would receive this answer's score
+            except BaseException:  # otherwise the next request would receive this score
                 scorer.end()
                 raise
             self._idle[kind].append(scorer)
@@ -161,7 +161,7 @@ class ScorerPool:
         return scorer
 
 
-@cache  # one warning for each exception
+@cache  # warn once per exception
 def _warn(note: str) -> None:
     log.warning("the reward function raised %s; such a reply is worth 0", note)
 
@@ -229,7 +229,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
-    # numpy's threads take limited address space.
+    # numpy's threads use up the address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

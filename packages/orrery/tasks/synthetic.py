@@ -28,7 +28,7 @@ WORDS = (
     "summer", "sun", "table", "teacher", "train", "tree", "village", "wall", "water", "wind",
     "window", "winter", "wood",
 )  # fmt: skip
-COMPARED = 512  # maximum characters in `lcs_ratio`, for its quadratic time
+COMPARED = 512  # maximum characters in `lcs_ratio`, because its time is quadratic
 INPUT = {"type": "string", "description": "the expression, such as 12*(3+4)"}
 TOOL = Tool(
     "calculator",
@@ -146,7 +146,7 @@ class Lengths(SingleTurn):
             if self.median_tokens > self.max_tokens:
                 raise ValueError(
                     f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}. "
-                    "Lower it to at most that"
+                    f"Lower it to {self.max_tokens} or less"
                 )
             return self
 

@@ -3,7 +3,7 @@
 - A problem is a pure function of (args, seed, index), with JSON values.
 - An exception in `reply` or `judge` fails the rollout. A judge must accept any text.
 - `reply` and `judge` run on the orchestrator's event loop. Await another process
-  (`scorer_pool.py`) for slow work and a model's code.
+  (`scorer_pool.py`) for slow work and code written by a model.
 """
 
 import difflib

@@ -1,4 +1,7 @@
-"""Define verdicts: ways to judge replies of the task `dataset`."""
+"""Define verdicts: ways to judge replies of the task `dataset`.
+
+Their docstrings say when the reward is 1.
+"""
 
 import hashlib
 import json
@@ -22,7 +25,7 @@ PACKAGE = str(Path(__file__).parent)
 PLACEHOLDER = "{answer}"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
-# In "the answer is a bit" or "my answer: I think", the letter is a word.
+# In "the answer is a bit" or "my answer: I think", "a" and "I" are words.
 WORD = r"[aiI][ \t]++(?!(?:because|since|as|is|and|or)\b)[*_\"“$`]*+\w"
 SAID = re.compile(
     r"(?i:answer|choice|option)\b[\s*]*+(?:(?i:is)\b[\s*]*+)?(?:[:=–—-][\s*]*+)?"
@@ -42,7 +45,7 @@ class Math(Record):
 class Exact(Record):
     """The reply, or group 1 of the last match of `pattern`, equals the answer.
 
-    Unicode form (NFKC), amounts of whitespace and final full stops are ignored.
+    Differences in Unicode form (NFKC), whitespace amounts and final full stops are ignored.
     """
 
     kind: Literal["exact"]
@@ -227,8 +230,8 @@ def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
     found = hashlib.sha256(source).hexdigest()
     if found != sha256:
         raise OrreryError(
-            f"sha256: {path} has {found}, the manifest says {sha256}. Write the new one into the "
-            "spec, or restore the old file"
+            f"sha256: {path} has {found}, the manifest says {sha256}. Write the new sha256 "
+            "into the spec, or restore the old file"
         )
     module = types.ModuleType("reward")
     module.__file__ = path

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # of control calls other than weight loads and aborts
+CONTROL_TIMEOUT_S = 120.0  # limit of control calls other than weight loads and aborts
 LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer
 QUERY_TIMEOUT_S = 10.0
 # vLLM's prefix of request ids. Without it, an abort returns 200 and has no effect.
@@ -228,7 +228,7 @@ class EngineClient:
     async def update_weights(self, published: "Published") -> None:
         """Load the published weights in all workers.
 
-        If a worker fails, discard them in all workers, and raise UpdateFailed.
+        If a worker fails, discard these weights in all workers, and raise UpdateFailed.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -274,7 +274,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return {part of the last update: seconds}, as maxima over workers."""
+        """Return {part of the last update: seconds of the slowest worker}."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -428,7 +428,7 @@ async def update_engine(
 async def check_canary(
     engine: EngineClient, canary: Canary, version: int, known: Sequence[float]
 ) -> float:
-    """Return the mean |difference| of the engine's canary log-probs from `known`, the trainer's.
+    """Return the mean |difference| of the engine's canary log-probs from the trainer's (`known`).
 
     Above the canary's bound, pause the engine and raise WeightsDiffer. Without an answer, raise
     UpdateFailed or EngineGone.

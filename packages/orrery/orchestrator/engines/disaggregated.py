@@ -3,8 +3,8 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- The prompt's KV cache may be of an older policy version than the sampled tokens, but not older
-  than `cache_salt`.
+- The prompt's KV cache may be of an older policy version than the sampled tokens, but not of a
+  version before `cache_salt`.
 - No router is used, because it would drop request ids and credentials.
 - A decode engine computes a prompt itself if at most `max_local_prefill_tokens` are not cached.
 - A decode engine also reads the KV blocks of a cancelled prefill, because reading frees them.
@@ -95,7 +95,7 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Run `EngineClient.generate` on two engines, or on one that caches most of the prompt.
 
-        `cached_tokens` is of the engine that computes the prompt. `session` is ignored.
+        `cached_tokens` counts tokens cached where the prompt is computed. `session` is ignored.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -124,7 +124,7 @@ class DisaggregatedEngines:
     ) -> bool:
         """Return whether the decode engine computes the prompt's uncached tokens.
 
-        Return False if the request needs routed experts of cached tokens from a prefill engine,
+        Return False if the request needs routed experts of tokens that a prefill engine computed,
         because the decode engine does not know these experts.
         """
         if not self._max_local_tokens:
@@ -188,7 +188,7 @@ class DisaggregatedEngines:
         return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=routes)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests in prefill engines. The caller aborts requests in decode engines."""
+        """End requests after their prefill. The caller aborts requests in decode engines."""
         for request_id in self._prefilling.keys() & set(request_ids):
             self._prefilling[request_id] = True
 

@@ -82,7 +82,8 @@ class Generation:
 class TensorAttestation:
     """A tensor's fingerprint.
 
-    `how`: "resident" (of the loaded tensor) or "as_consumed" (of the tensor on arrival).
+    `how`: "resident" (computed from the loaded tensor) or "as_consumed" (from the tensor on
+    arrival).
     """
 
     fingerprint: int  # 64 bits
@@ -190,7 +191,7 @@ def parse_generation(
     if routes_from is not None and choice.finish_reason != "abort":
         expected = prompt_tokens + len(token_ids) - 1 - routes_from
         if routes is None or routes.num_rows != expected:
-            found = "none" if routes is None else f"those of {routes.num_rows}"
+            found = "no routes" if routes is None else f"routes of {routes.num_rows}"
             raise GenerationFailed(
                 f"{engine} must return routes of {expected} tokens for request "
                 f"{request_id!r}, but returned {found}"
@@ -212,7 +213,7 @@ def parse_generation(
 def parse_prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> np.ndarray:
     """Return the log-prob of each token after the first, f32 [n − 1].
 
-    Raise ValueError, KeyError or msgspec.MsgspecError if one is missing.
+    Raise ValueError, KeyError or msgspec.MsgspecError if a log-prob is missing.
     """
     rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
     pairs = zip(rows[1:], token_ids[1:], strict=True)
@@ -267,7 +268,7 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# This host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
+# This host lacks file descriptors, memory or ports. A retry is safe, because no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
@@ -305,7 +306,7 @@ class HttpServer:
         rank: int | None = None,
         on_line: Callable[[bytes, int], None] | None = None,
     ) -> tuple[int, bytes, int]:
-        """Send one request. Return the answer's status, its body, and the engine's index.
+        """Send one request. Return the answer's status and body, and the engine's index.
 
         - `what`: the request's name in errors.
         - `on_timeout`: type of the error after `timeout_s`.
@@ -313,7 +314,7 @@ class HttpServer:
           body is then empty.
 
         Raise EngineGone if the server does not answer. If this host has no free socket until the
-        timeout, raise `on_timeout`, but OutOfConnections instead of EngineGone.
+        timeout, raise OutOfConnections if `on_timeout` is EngineGone, otherwise `on_timeout`.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)

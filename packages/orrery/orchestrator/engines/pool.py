@@ -4,8 +4,8 @@
 - Without restarts, the first engine failure ends the run.
 - With restarts, a failed engine is fenced: it gets no requests until its next process (incarnation)
   is up to date. While no engine serves, requests and updates wait.
-- Wrong weights, a lost engine that does not return, or a version that all engines refuse end the
-  run.
+- The run ends if weights are wrong, if a lost engine does not return, or if all engines refuse a
+  version.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit of other transfers after one is interrupted
+# Time limit of other engines' transfers after an interruption
 ALONG_S = ROUND_S + 30.0
 
 
@@ -145,7 +145,7 @@ class EngineRegistry:
         return True
 
     def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """Fence the engine. Return False if it is fenced, has restarted, or never listened."""
+        """Fence the engine. Return False if it was fenced, has restarted, or never listened."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
             return False
@@ -169,7 +169,7 @@ class EnginePool:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ) -> None:
-        """Raise OrreryError without engines, or for several without a router and `handovers`.
+        """Raise OrreryError without engines, or if several engines lack a router and `handovers`.
 
         - `restarting`: this process's context if the launcher restarts engines.
         - `handovers`: as in `DisaggregatedEngines`, but empty without disaggregated prefill.
@@ -359,7 +359,7 @@ class EnginePool:
         the version (lease).
         """
         failures: dict[int, BaseException] = {}
-        if not indices:  # all engines are lost. The first to return takes the version.
+        if not indices:  # All engines are lost. The first that returns takes the version.
             return failures
         waiting, num_blameless, begin_s = list(indices), 0, None
         try:
@@ -397,11 +397,11 @@ class EnginePool:
                     try:
                         await self._update_one(index, leased, begin)
                     finally:
-                        del limits[index]  # an exited timeout cannot be moved
+                        del limits[index]  # an exited timeout cannot be rescheduled
             except TimeoutError as error:
                 raise EngineGone(
-                    f"engine {index} hung in a transfer {scaled(ALONG_S):g} s after it had ended "
-                    "elsewhere"
+                    f"engine {index} hung in a transfer {scaled(ALONG_S):g} s after the transfer's "
+                    "end elsewhere"
                 ) from error
             except UpdateFailed as error:
                 if isinstance(error, UpdateInterrupted):

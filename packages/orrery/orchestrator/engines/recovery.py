@@ -38,7 +38,7 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        # Waiting calls then raise the error of `_tend`.
+        # Wake waiting calls, so that they raise `_tend`'s error.
         self._task.add_done_callback(lambda _: self.pool.wake())
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             process_control.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        # Last, because a slow router must not delay the engine's restart.
+        # Dismiss last, because a slow router must not delay the engine's restart.
         await self.dismiss(url)
 
     async def dismiss(self, url: str) -> None:
@@ -126,7 +126,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Start lost engines' RETURN_S clocks. Stop them while engines wait for a version."""
+        """Start each lost engine's RETURN_S clock. Stop it while the engine waits for a version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale
@@ -151,7 +151,7 @@ class EngineRecovery:
             for index, (since_s, _) in self._clocks.items():
                 if time.monotonic() - since_s > scaled(RETURN_S):
                     why = self.pool.registry[index].why
-                    why = why or "it listens, and no version came that it could take"
+                    why = why or "it listens, but no version came that it could load"
                     raise RunFailed(
                         f"engine {index} did not serve again within {scaled(RETURN_S):g} s "
                         f"({why}); read its log"

@@ -3,8 +3,8 @@
 - `SharedRequests` saves CPU time: calls with equal `share` that begin in one pass of the event loop
   become one request. Their prompts and sampling options must be equal. The request is aborted once
   no call waits for it.
-- `EngineChoice` chooses the rank that must compute the fewest prompt tokens, for this request and
-  its requests in flight. It estimates cache contents from the requests sent to each rank.
+- `EngineChoice` chooses the rank that must compute the fewest prompt tokens for the new request and
+  the rank's requests in flight. It estimates cache contents from the requests sent to each rank.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Serve sites that lend engines: an HTTPS server ("door"), weight snapshots and a verifier.
 
-The door listens on port P of `site.json`, the snapshot server on port P + 1. A site needs a TLS
-certificate with its name from the run's certificate authority.
+The door listens on port P of `site.json`. The snapshot server listens on port P + 1. A site needs
+a TLS certificate with its name from the run's certificate authority.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Verifier:
     ) -> Recomputed:
         """Return recomputed log-probs, or an empty result without a snapshot of `version`.
 
-        Wait at most PUBLISH_S for it. Raise RunFailed if the child process has ended.
+        Wait at most PUBLISH_S for the snapshot. Raise RunFailed if the child process has ended.
         """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):
@@ -194,7 +194,6 @@ class GuestDoor:
 
 
 def _name_of(request: web.Request) -> str:
-    """Return the name in the caller's TLS certificate."""
     assert request.transport is not None
     certificate = request.transport.get_extra_info("peercert")
     names = {key: value for part in certificate["subject"] for key, value in part}

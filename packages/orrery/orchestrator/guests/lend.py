@@ -98,7 +98,7 @@ class Lender:
         except OSError as error:
             raise OrreryError(
                 f"--listen {self._place.listen}: cannot listen there ({error.strerror}); name an "
-                "address of this host and a free port, or leave it out"
+                "address of this host and a free port, or leave --listen out"
             ) from error
         threading.Thread(target=server.serve_forever, daemon=True).start()
         stack.callback(server.server_close)

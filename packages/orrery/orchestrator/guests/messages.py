@@ -1,7 +1,7 @@
 """Messages between a run and a site (cluster) that lends it an engine, in msgpack over HTTPS.
 
 The site sends all requests: `Entry` begins its lease (membership), `Ask` gets jobs, `Answers`
-returns samples. The lease ends without a request for `lease_s`.
+returns samples. The lease ends after `lease_s` without a request.
 """
 
 import msgspec
@@ -115,7 +115,10 @@ def check_answer(
             not ((logprobs >= LEAST_LOGPROB) & (logprobs <= 0)).all(),
             f"a log-prob that is not between {LEAST_LOGPROB:g} and 0",
         ),
-        (not (is_whole or is_stopped), f"the end {answer.finish_reason[:20]!r} at token {num}"),
+        (
+            not (is_whole or is_stopped),
+            f"finish_reason {answer.finish_reason[:20]!r} at token {num}",
+        ),
     ):
         if is_wrong:
             raise GuestRefused(f"it answered with {what}")

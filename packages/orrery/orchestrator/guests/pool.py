@@ -1,7 +1,7 @@
 """Draw samples on engines of other sites (clusters), and check a random share of the answers.
 
-- Log-prob differences of the run's own samples set bounds for other sites, which get no jobs
-  before.
+- Log-prob differences of the run's own samples set bounds for other sites. Before, other sites get
+  no jobs.
 - No answer is used before the check.
 - If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
 - After a false answer, the site's queued rollouts are dropped. The site is refused until its line
@@ -50,8 +50,8 @@ from orrery.orchestrator.guests.sites import (
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # minimum jobs per site, if enough wait
-TAKE_S = 2.0  # then the run's own engines take a waiting job
+LEAST = 8  # minimum jobs given to a site, if enough wait
+TAKE_S = 2.0  # after this wait, the run's own engines take a job
 MAX_OWN_CHECKS = 2  # concurrent checks of the run's own samples, once `spread` has bounds
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
@@ -107,8 +107,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if the run's engines must draw it.
 
-        Consecutive calls with equal `share` have equal prompts, and all go to other sites or all to
-        the run's engines, so that few engines prefill the prompt.
+        Consecutive calls with equal `share` have equal prompts. All of them go either to other
+        sites or to the run's engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -178,7 +178,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Requests of sites. `name` is from the site's TLS certificate.
+    # Handle sites' requests. `name` is from the site's TLS certificate.
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -243,7 +243,7 @@ class GuestPool:
         if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
         if self.digests[ask.version] != ask.digest:
-            self._refuse(site, f"it holds other weights than those of version {ask.version}")
+            self._refuse(site, f"its weights differ from version {ask.version}")
         if self.registry.took(site.index, site.lease, ask.version):
             self.registry.serves(site.index, site.lease)
         self._wake()

@@ -3,7 +3,7 @@
 - `SiteTable` plans weight transfers. The other classes judge from recomputed log-probs whether a
   site sampled with the weights that it names.
 - A rollout's mean and largest |log-prob difference| are bounded by a multiple of the 90th
-  percentile over the run's own rollouts, or by a configured minimum.
+  percentile over the run's own rollouts, or by a configured minimum if larger.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ CHANCE = random.SystemRandom()  # so that sites cannot predict checks
 NUM_HONEST = 16  # own rollouts needed to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound of `peak`, as a multiple of that of `mean`
+PEAK = 10.0  # minimum bound of `peak`, as a multiple of `mean`'s
 NUM_ROLLOUTS = 64  # rollouts judged together
 MAX_DEVIATIONS = 6.0
 LARGEST = 10.0  # nats
-FALSE_ALARM = 1e-9  # probability to refuse an honest site's squares
+FALSE_ALARM = 1e-9  # probability that `clipped` refuses an honest site
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SiteEvidence:
                 )
         sums = [(s.surprise, s.variance, s.square, s.clipped) for s in self._scores]
         surprise, variance, square, clipped = np.array(sums).sum(0)
-        # A nearly certain policy has a tiny `variance`. `square` allows a few unlikely tokens.
+        # A nearly certain policy has a tiny `variance`, so `square` allows a few unlikely tokens.
         deviations = surprise / math.sqrt(max(variance, square, 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (
@@ -141,7 +141,7 @@ class GuestJob:
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
-        """Let the run's engines draw the sample. Never call this because of its length (bias)."""
+        """Let the run's engines draw the sample. Its length must be no reason for this (bias)."""
         if not self.result.done():
             self.result.set_result(None)
 
@@ -219,8 +219,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The run's site and listening sites with the version serve it. At most as many sites fetch at
-        a time.
+        The run's site and listening sites with the version serve it. At most as many sites fetch it
+        at a time as serve it.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
