@@ -124,7 +124,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
     Remove incomplete checkpoints and SFT's checkpoints.
     """
-    # Safe, because the trainer saves no checkpoint before its first batch.
+    # Removal is safe, because the trainer saves no checkpoint before its first batch.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))

@@ -221,7 +221,7 @@ class Loop:
         while not self.scheduler.done:
             updating = self.ctx, self.scheduler, self.runner, self.pool, self.watch, self.changed
             if await update_engines(*updating):
-                self.changed.notify_all()  # the engines have answered the canary
+                self.changed.notify_all()  # `train` may now take batches
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
             await asyncio.sleep(POLL_S)  # each pass reads files

@@ -33,8 +33,8 @@ class _Active:
     start_s: float
     num_missing: int
     rollouts: list[Rollout] = field(default_factory=list)
-    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task and reason
-    zeros: Counter[int] = field(default_factory=Counter)  # by task: timeouts with reward 0
+    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # number by task and reason
+    zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task
     details: dict[int, str] = field(default_factory=dict)
 
 

@@ -175,7 +175,7 @@ class Dataset(SingleTurn):
     def _side_of(self, row: dict[str, Any]) -> Split:
         match self.args.held_out:
             case Fraction(fraction=fraction):
-                # `str`, not `written`: another text would change the hash, hence the side.
+                # Not `written`, because another text would change the hash and so the side.
                 return split_of(filled(self.args.prompt, row, str), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"

@@ -171,7 +171,7 @@ def _canary(kind: str) -> tuple[Any, str, str]:
     """Return a request, a right and a wrong answer."""
     if kind == "verdict":
         return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
-    import reasoning_gym  # slow, and needed by its families only
+    import reasoning_gym  # slow, needed only for this kind
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
     return [CANARY, {}, 0, item["question"]], item["answer"], "[]"
@@ -249,7 +249,7 @@ def main() -> None:
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     module, _, function = KINDS[kind := sys.argv[1]].partition(":")
-    make = getattr(import_module(module), function)  # imports may print, so stdout is closed before
+    make = getattr(import_module(module), function)  # imports may print, so stdout is redirected
     _warm_up()
     signal.signal(signal.SIGALRM, _raise_timeout)
     folder = tempfile.mkdtemp()

@@ -1,6 +1,7 @@
 """Pose tasks with random text: reverse text or words, calculate, sample given lengths.
 
-Reward of a reversal: correctly placed characters or words / max(len(reply), len(answer)).
+Reward of a reversal: correctly placed characters or words, divided by max(len(reply),
+len(answer)).
 """
 
 import ast

@@ -296,7 +296,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer. If it is lost, free the prefill engine's KV blocks."""
+        """Return the decode engine's answer. Free the prompt's KV blocks if the engine is lost."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):

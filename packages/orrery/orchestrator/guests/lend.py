@@ -218,8 +218,9 @@ class Lender:
 
     async def _sample(self, job: SampleJob) -> None:
         try:
+            # Not `append(await …)`, because `_send` may replace `_answers` meanwhile.
             answer = await self._answer(job)
-            self._answers.append(answer)  # not `append(await …)`: `_send` may replace `_answers`
+            self._answers.append(answer)
         except EngineGone as error:
             self._failure = error
         finally:

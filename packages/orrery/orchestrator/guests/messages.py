@@ -61,7 +61,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The answer to Ask. `version`: newest weights to fetch. `peers`: addresses that serve them."""
+    """The answer to Ask. `version`: newest version to fetch. `peers`: addresses that serve them."""
 
     version: int
     peers: tuple[str, ...] = ()
