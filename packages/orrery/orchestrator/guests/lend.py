@@ -149,7 +149,7 @@ class Lender:
                 why = str(error) or type(error).__name__
             if loop.time() > end_s:
                 raise RunFailed(
-                    f"{self._place.join}: the run's door does not answer ({why}); check the "
+                    f"{self._place.join}: the run does not answer ({why}); check the "
                     "run there, and type the command again"
                 )
             await asyncio.sleep(RETRY_S)
