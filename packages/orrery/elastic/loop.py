@@ -262,7 +262,7 @@ class OuterLoop:
         return self._digest(no_step)
 
     def digest_of(self, start: Floats, momentum: Floats) -> str:
-        """Return the digest of other θ_start and m. A collective."""
+        """Return the digest with `start` and `momentum` in place of θ_start and m. A collective."""
         return self._joined(self.state.replaced(start, momentum).digest(no_step))
 
     def exchange(self, has_weight: bool = True) -> RoundRow:

@@ -38,7 +38,7 @@ class Membership(Protocol):
         """
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
-        """Report lost ranks. Return the round in a new epoch without dead sites."""
+        """Report lost ranks (sites). Return the round, begun again without dead sites."""
 
     def leave(self) -> None: ...
 

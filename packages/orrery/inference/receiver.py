@@ -88,7 +88,7 @@ class RoundRuns(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The model parameter that holds a published tensor unchanged."""
+    """A published tensor's parameter in the model, if vLLM neither fuses nor repacks it."""
 
     module: torch.nn.Module
     parameter: str

@@ -90,7 +90,7 @@ POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # maximum wait for a failed process to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SITE_END_S = STOPPED_END_S + HAND_OVER_S  # grace period of a run over several sites
-SAVES_S = 3.0  # delay until a message about unsaved checkpoints
+SAVES_S = 3.0  # a longer wait for checkpoints to be saved is announced
 RESTART_LOCK_S = 90.0  # maximum wait for the lock of a lost node's launcher
 
 

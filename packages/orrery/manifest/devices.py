@@ -173,7 +173,7 @@ def is_named(accelerator: str, name: str) -> bool:
 
 SPARSE_PAIRS = 2**22  # maximum (query, key) pairs in a chunk of sparse attention's backward pass
 AUTO_SHARE = 16  # `lm_head_chunk_tokens` "auto": logits take 1/16 of device memory
-ALIGNMENT = 128  # slice sizes are multiples of it
+ALIGNMENT = 128  # rounding unit of token chunks and, if it fits, of vocabulary slices
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:

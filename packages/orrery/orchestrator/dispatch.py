@@ -1,8 +1,8 @@
-"""Turn groups (rollouts of one problem) into rollouts in flight, and limit their number.
+"""Start the rollouts of groups (each of one problem), and limit the rollouts in flight.
 
 - The next group comes from the task furthest below its share of all groups.
-- Every request leaves `Dispatch` exactly once: finished, failed, or in a `GroupDropped`.
-- Order of starts: evaluation, started groups (their prompt is cached), new groups.
+- A `Request` (one rollout) leaves `Dispatch` once: finished, failed or in a `GroupDropped`.
+- Evaluation starts first, then started groups (their prompt is cached), then new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
 """
 

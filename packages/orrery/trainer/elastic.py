@@ -102,7 +102,7 @@ class SiteTraining:
         fragments = make_fragments(self._layers, spec.fragments) if spec.fragments > 1 else ()
         hosts = learner.world.all_gather(host_number())
         self._ranks_here = hosts.count(host_number())
-        self._free_bytes = available_bytes() // self._ranks_here  # outer state does not exist yet
+        self._free_bytes = available_bytes() // self._ranks_here  # before OuterLoop takes memory
         times = "", spec.store_timeout_s
         self._loop = OuterLoop(
             optimizer, self._weights, None, self._exchange, *times, self._ranks, fragments

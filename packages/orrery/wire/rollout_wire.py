@@ -165,7 +165,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest step."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest step asked for."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 

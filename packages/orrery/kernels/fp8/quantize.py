@@ -1,9 +1,9 @@
 """Quantize to float8_e4m3fn with one float32 scale per block.
 
-M rows, K columns, N outputs, E groups. Blocks are 1 × 128 in `rows` of activations, 128 × 1 in
-`columns` (stored transposed), and 128 × 128 in weights. No column block spans two groups, and
-padding rows count as zero. Rows are bitwise equal to `per_token_group_fp8_quant` of vLLM 0.32, and
-weights to its `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
+M rows, K columns, N outputs, E groups. Activations have two copies: `rows` with 1 × 128 blocks, and
+`columns` (stored transposed) with 128 × 1 blocks. Weights have 128 × 128 blocks. No column block
+spans two groups, and padding rows count as zero. `rows` equal `per_token_group_fp8_quant` of vLLM
+0.32 bitwise, and weights its `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
 """
 
 from itertools import pairwise

@@ -135,7 +135,7 @@ class Inference(EngineShape):
     - `prefill`: settings of prefill engines. Null: as decode engines.
     - `max_local_prefill_tokens`: maximum uncached tokens of a prompt that a decode engine prefills.
     - `quantization` "fp8": quantize dense layers and experts.
-    - `max_restarts`: restarts of all engines within a day. The next failure ends the stage.
+    - `max_restarts`: maximum restarts of all engines in a day. The next failure ends the stage.
     """
 
     num_replicas: Count
