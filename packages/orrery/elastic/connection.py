@@ -311,7 +311,7 @@ class Strangers:
 
 
 class Handshakes:
-    """Make connections. `arrived(tls, hello)` must answer `hello` of accepted connections."""
+    """`arrived(tls, hello)` must answer `hello` of accepted connections."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]

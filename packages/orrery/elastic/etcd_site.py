@@ -72,7 +72,7 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """An etcd server. `name`: ADDRESS:PORT for clients. Servers use PORT + 1 among themselves."""
+    """`name`: ADDRESS:PORT for clients. Servers use PORT + 1 among themselves."""
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
         self.name, self._folder, self._run = name, folder, run

@@ -89,7 +89,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the running exchange if `site_id` has not reported, or None."""
+        """Return the running exchange if `site_id` has not reported."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -253,7 +253,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Restart the round. Drop one site of each link that broke twice in a row."""
+    """Drop one site of each link that broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }

@@ -54,7 +54,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """This process's connections. `port`: listening port of the site's process 0."""
+    """`port`: listening port of the site's process 0."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class PeerLinks:
             return None if self._phase == LinkPhase.IDLE else (self.epoch, self.round)
 
     def keep_leased(self, leased: Set[str], current: tuple[int, int]) -> None:
-        """Break round `current` if a member has no lease. `leased`: ids of sites with a lease."""
+        """Break round `current` if a member has no lease."""
         with self._changed:
             if self._phase == LinkPhase.IDLE or current != (self.epoch, self.round):
                 return
@@ -406,7 +406,7 @@ class PeerLinks:
 
 
 class SpeedProbe:
-    """Measure speeds. `found`: Mb/s by site id.
+    """`found`: Mb/s by site id.
 
     Receivers time only the second half, because TCP's slow start and buffers distort the first.
     """

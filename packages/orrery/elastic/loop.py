@@ -177,8 +177,7 @@ class Ranks(Protocol):
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
         """Call `make` on the first rank. Return its result, or raise its error, on all ranks."""
 
-    def gather(self, value: T, kind: type[T]) -> list[T]:
-        """Return every rank's value."""
+    def gather(self, value: T, kind: type[T]) -> list[T]: ...
 
 
 class OneRank:
@@ -289,7 +288,7 @@ class OuterLoop:
     def apply(self, merge: float) -> RoundRow:
         """Wait for the round that `send` started, and apply its outer step.
 
-        `merge`: α, the share of θ_now in the new weights. Raise the errors of `exchange`.
+        `merge`: α. Raise the errors of `exchange`.
         """
         assert self._thread is not None, "send first"
         self._thread.join()

@@ -1,7 +1,6 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
-The log stores the sites' leases and the ledger (shared state). A site with a lease changes the
-ledger by compare-and-swap.
+The log stores the sites' leases and the ledger (shared state).
 """
 
 import sys

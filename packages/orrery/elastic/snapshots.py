@@ -243,7 +243,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
 
 
 def verify(snapshot: Path) -> StateSnapshot:
-    """Return the header. Raise ElasticError if a block is damaged or missing."""
+    """Raise ElasticError if a block is damaged or missing."""
     header = read_header(snapshot)
     for name, part in header.parts.items():
         path = snapshot / name

@@ -45,7 +45,7 @@ class Epoch(msgspec.Struct, frozen=True):
     speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b (0 if unmeasured)
 
     def rank(self, site_id: str) -> int:
-        """Return the site's rank. Raise LeaseLost if it is not a member."""
+        """Raise LeaseLost if the site is not a member."""
         for rank, member in enumerate(self.members):
             if member.id == site_id:
                 return rank
@@ -53,7 +53,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """An exchange between the sites of `epoch`. `weights[r]`: the weight of rank r."""
+    """`weights[r]`: the weight of rank r."""
 
     number: int
     epoch: Epoch

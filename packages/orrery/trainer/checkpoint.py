@@ -139,7 +139,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 
 
 def load(learner: Learner, folder: Path) -> None:
-    """Load a checkpoint. Raise RunFailed if it is unreadable or belongs to another model.
+    """Raise RunFailed if the checkpoint is unreadable or belongs to another model.
 
     Restore RNG state only at the checkpoint's world size.
     """
@@ -333,7 +333,7 @@ class SharedCopy:
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Copy `pieces`. Return the file's size in bytes."""
+        """Return the file's size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

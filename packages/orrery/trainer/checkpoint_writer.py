@@ -64,7 +64,7 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Write a rank's checkpoints. Call `copy`, then `write`. `check` raises errors of past writes.
+    """Call `copy`, then `write`. `check` raises errors of past writes.
 
     The `with` block's end waits for the last checkpoint.
     """

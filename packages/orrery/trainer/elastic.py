@@ -76,7 +76,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 
 
 class SiteTraining:
-    """Exchange weight updates with other sites. `resumed`: folder of the loaded checkpoint.
+    """`resumed`: folder of the loaded checkpoint.
 
     The next step reads data shard `shard` from document `start`.
     """

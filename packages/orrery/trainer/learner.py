@@ -175,7 +175,7 @@ class StepResult:
 
 
 class Learner:
-    """The policy and its optimizer. `step` is also the weights' version."""
+    """`step` is also the weights' version."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals`: counts of `TOTALS` over all ranks.
+        """`totals`: counts of `TOTALS` over all ranks.
 
         Raise OrreryError if compilation fails.
         """

@@ -31,7 +31,7 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of a forward pass: T packed tokens, M of them scored.
+    """Inputs of a forward pass.
 
     L: layers with experts, K: experts per token, I: indexers (sparse attention),
     B: bytes of a bit mask of keys

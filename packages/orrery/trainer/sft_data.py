@@ -79,7 +79,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open chats. Raise OrreryError if the data is missing, changed or empty."""
+    """Raise OrreryError if the data is missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -275,7 +275,7 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """Tokenise chats. Raise OrreryError if a chat is malformed or too long."""
+        """Raise OrreryError if a chat is malformed or too long."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)

@@ -52,7 +52,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint. Keep the newest `keep`, and remove (abandoned) later steps."""
+        """Keep the newest `keep` checkpoints, and remove (abandoned) later steps."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -153,7 +153,7 @@ def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
 
 
 def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
-    """Fetch the newest checkpoint. Raise OrreryError if the run already has one."""
+    """Raise OrreryError if the run already has a checkpoint."""
     folder = checkpoints_dir(run_dir, stage)
     if checkpoints.latest(run_dir, stage) is not None:
         raise OrreryError(

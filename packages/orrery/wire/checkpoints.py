@@ -96,10 +96,9 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 
 
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
-    """Write the sha256 of every file in `folder`, then the marker.
+    """Files in `notes` (see `write_note`) are not hashed again.
 
-    Files in `notes` (see `write_note`) are not hashed again. Raise RunFailed if such a file is
-    missing or has another size.
+    Raise RunFailed if such a file is missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)

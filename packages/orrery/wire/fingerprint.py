@@ -70,8 +70,8 @@ def slice_share(
 ) -> "torch.Tensor":
     """Return a slice's share of the fingerprint, i64 [].
 
-    The slice starts at index `starts` of a tensor of shape `full_shape`. Raise ValueError for a
-    dtype without integer view.
+    `starts` and `full_shape` are as in `SliceSpec`. Raise ValueError for a dtype without integer
+    view.
     """
     import torch
 

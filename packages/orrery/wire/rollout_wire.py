@@ -131,7 +131,7 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """The orchestrator's end of the wire. Use it in one event loop."""
+    """Use this in one event loop."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -271,7 +271,7 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """A trainer rank's end of the wire. All calls block."""
+    """All calls block."""
 
     def __init__(self, url: str, rank: int) -> None:
         self.rank = rank

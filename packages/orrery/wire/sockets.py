@@ -83,7 +83,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's ROUTER socket. `num_foreign` counts refused peers and messages."""
+    """`num_foreign` counts refused peers and messages."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -126,7 +126,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message. Drop it if `peer` has disconnected."""
+        """Drop the message if `peer` has disconnected."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

@@ -1,7 +1,7 @@
 """Define the interface of codecs, which turn float32 values into bytes and back.
 
 - Blocks of `block` values are encoded independently.
-- Magnitudes are at most 2^100. Lossy codecs decode a block to zeros if all are below 2^-100.
+- Lossy codecs decode a block to zeros if all magnitudes are below 2^-100.
 - Equal values give equal bytes on every host, with or without native code, because each float32
   operation rounds once and sums use integers.
 - Native code runs if `g++` can build it, otherwise numpy. The library is in `~/.cache/orrery`.

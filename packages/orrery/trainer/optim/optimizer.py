@@ -265,10 +265,7 @@ class StateOffload:
 
 
 class StateStream:
-    """Copy optimizer state while `blocks` compute.
-
-    `one`, `many`: memory plans for one and for several micro-batches.
-    """
+    """`one`, `many`: memory plans for one and for several micro-batches."""
 
     def __init__(
         self, offload: StateOffload, blocks: Sequence[nn.Module], one: StateRooms, many: StateRooms

@@ -171,7 +171,7 @@ def _routes(
 
 
 class UlyssesCore(nn.Module):
-    """Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads.
+    """Ulysses (Jacobs et al. 2023, arXiv 2309.14509).
 
     t: tokens of this rank, T = cp·t: tokens of the group and of `documents`, H: query heads,
     G: key and value heads, K: head size

@@ -25,10 +25,9 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """Rows of the all-gathered keys that this rank's queries read.
 
-    Row r·t + i is the key of token i of rank r. A rank has an early and a late piece of each
-    document. If keys stay latent, both pieces read one copy of all keys. Otherwise, each piece
-    reads its own copy of the document's keys, up to the piece's end. A copy must not repeat a row,
-    because `begin_back` would lose a gradient.
+    Row r·t + i is the key of token i of rank r. If keys stay latent, both pieces of a document read
+    one copy of all keys. Otherwise, each piece reads its own copy of the document's keys, up to the
+    piece's end. A copy must not repeat a row, because `begin_back` would lose a gradient.
     """
 
     row: Tensor  # i64 [K], rows of the all-gathered keys
@@ -100,7 +99,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Gather all ranks' keys. Recomputation gathers again, unless `keeps` stores the keys."""
+    """Recomputation gathers the keys again, unless `keeps` stores them."""
 
     is_gathered = True
     eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)

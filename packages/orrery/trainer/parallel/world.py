@@ -147,7 +147,7 @@ def _divide_multiprocessors() -> None:
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """Build the meshes. A collective. Raise RunFailed if `mesh` needs more or fewer ranks."""
+    """A collective. Raise RunFailed if `mesh` needs more or fewer ranks."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but this stage has {found} ranks")

@@ -149,9 +149,9 @@ class LeaseTable:
             self.changed.notify_all()
 
     def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
-        """Refuse new leases. Wait until the lease is released or its version is sent.
+        """Refuse new leases. Wait for the lease's end, and call `check` meanwhile.
 
-        Call `check` while waiting. Raise WireFailed after `limit_s` seconds.
+        Raise WireFailed after `limit_s` seconds.
         """
         end = time.perf_counter() + limit_s
         with self.changed:

@@ -132,7 +132,7 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Announce `version` to engines. Return the announcement on rank 0.
+        """Return the announcement on rank 0.
 
         All ranks call this, but never between `settle` and the optimizer step. Raise WireFailed if
         the sending thread failed.
@@ -174,7 +174,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version. Return the seconds waited for its lease."""
+        """Return the seconds waited for the version's lease."""
         begin, version = time.perf_counter(), self._version
         if version is None or self._sending is None:
             return 0.0
