@@ -75,7 +75,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. The digest in it tells builds apart."""
+    """The digest in the name tells builds apart."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 

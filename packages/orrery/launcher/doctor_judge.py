@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result. `remedy`: "" if it passed. Only required checks fail `orrery doctor`."""
+    """`remedy`: "" if it passed. Only required checks fail `orrery doctor`."""
 
     what: str
     found: str
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's result. `said`: stderr. `code`: None if the command is missing or timed out."""
+    """`said`: stderr. `code`: None if the command is missing or timed out."""
 
     code: int | None
     out: str

@@ -71,10 +71,7 @@ Software = dict[str, Any]  # this host's driver and package versions
 
 @dataclass(frozen=True)
 class CodeState:
-    """A checkout's commit and diff.
-
-    `note`: why the commit is unknown, or what the diff omits.
-    """
+    """`note`: why the commit is unknown, or what the diff omits."""
 
     commit: str | None
     dirty: bool | None

@@ -110,7 +110,7 @@ def planned(word: str, workspace: Workspace) -> Run:
 
 
 def outdated(run: Run, workspace: Workspace) -> str | None:
-    """Return a sentence if the manifest in manifests/ differs from its spec, or None."""
+    """Return a sentence if the manifest in manifests/ differs from its spec."""
     name = run.manifest.name
     path = workspace.shown(workspace.manifest_path(name))
     try:
@@ -132,7 +132,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return a run folder's manifest, or None. Raise OrreryError if the manifest was edited."""
+    """Raise OrreryError if the manifest was edited."""
     file = path / MANIFEST
     if not file.exists():
         return None
@@ -226,7 +226,7 @@ LOOKED_AT_S = 1.0  # maximum wait for the lock. `lock_holder` takes it briefly.
 
 @dataclass
 class RoleStatus:
-    """A process's state. `pid` is 0 under Slurm. `exit` is None while the process runs."""
+    """`pid` is 0 under Slurm. `exit` is None while the process runs."""
 
     name: str
     node: str

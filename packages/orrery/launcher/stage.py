@@ -65,7 +65,7 @@ TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run. `num_devices`: devices per node, or None on CPUs.
+    """`num_devices`: devices per node, or None on CPUs.
 
     `allocation`: None without Slurm. `max_restarts`: engine restarts allowed per day.
     """
@@ -208,7 +208,7 @@ class RunningStage:
             print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Write a line into the launcher's log. Ignore errors, such as a full disk."""
+        """Ignore errors, such as a full disk."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), open(log_path(self.run_dir, "launcher.0"), "a") as log:
             log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")

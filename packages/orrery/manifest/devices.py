@@ -135,7 +135,7 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device of a key in `DEVICES` or a name from `told_accelerator`, or None."""
+    """Return the device of a key in `DEVICES` or a name from `told_accelerator`."""
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:

@@ -3,9 +3,6 @@
 An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
 `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if removing it
 changes the value.
-
-A line of a run file is cited only if its literal is the value. Other lines may be overridden or
-belong to other runs.
 """
 
 import json
@@ -119,10 +116,11 @@ class _Case:
         return Explanation(field, value, "run file", place, sources, overridden)
 
     def _found(self, path: FieldPath, value: Any) -> tuple[Path, "_Setting"] | None:
-        """Return the setting of a run file that most likely gave `path` its value, or None.
+        """Return the setting of a run file that most likely gave `path` its value.
 
-        Skip settings with another literal. Prefer, in order: the run's own block, settings outside
-        other runs' blocks, the last setting.
+        Skip settings with another literal, because they may be overridden or belong to other runs.
+        Prefer, in order: the run's own block, settings outside other runs' blocks, the last
+        setting.
         """
         found = [
             (file, setting)
@@ -168,7 +166,7 @@ class _Setting:
 
 
 def line_of(file: Path, path: FieldPath) -> int | None:
-    """Return the first line number that sets `path`, or None."""
+    """Return the first line number that sets `path`."""
     return next((each.line for each in _settings(file) if each.keys == path), None)
 
 

@@ -84,7 +84,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the GPUs or CPU cores. Raise OrreryError if the GPUs lack bfloat16."""
+    """Raise OrreryError if the GPUs lack bfloat16."""
     if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
         raise OrreryError(
             f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type. Give the "
@@ -205,7 +205,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Write the hardware axis. Raise OrreryError if a user wrote or edited `path`."""
+    """Raise OrreryError if a user wrote or edited `path`."""
     keep = "name another file, or"
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n", keep)
 

@@ -25,7 +25,6 @@ def publish_file(temporary: Path, path: Path) -> None:
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Rename `temporary` to `folder`. Remove the old `folder`."""
     sync_tree(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)

@@ -173,7 +173,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """A rank's health. `moved_s`: last progress. `heard_s`: last change, heartbeats included."""
+    """`moved_s`: last progress. `heard_s`: last change, heartbeats included."""
 
     health: Health
     moved_s: float

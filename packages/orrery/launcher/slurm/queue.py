@@ -93,7 +93,6 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Run a Slurm command and return its stdout."""
     program = command[0]
     try:
         done = subprocess.run(

@@ -124,17 +124,14 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 
 def memory_of(manifest: Manifest, shape: Inference) -> Bytes:
-    """Return a device's bytes by use, for an engine of `shape`."""
+    """Return a device's bytes by use."""
     is_gpu = manifest.hardware.accelerator != "cpu"
     return memory(manifest.model, shape, is_gpu, manifest.transport.weights == "adapters")
 
 
 @dataclass(frozen=True)
 class Serving:
-    """An engine's load.
-
-    `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts.
-    """
+    """`prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts."""
 
     prompt: float
     sampled: float
@@ -183,7 +180,6 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 def prefill_s(
     model: Model, inference: Inference, prompt: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds to prefill `prompt` tokens."""
     core = attention_forward(model, [int(prompt)]) / rates.attention_flops
     # Each tensor-parallel rank computes all scores, in FP8 at bfloat16's rate.
     scores = indexers(model, [int(prompt)]) / rates.dense_flops

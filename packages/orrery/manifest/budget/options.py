@@ -435,7 +435,7 @@ class _TrainerMisfit:
 def _trainer_misfit(
     run: Manifest, capacity: int, is_certain: bool = True, max_tier: int = 2
 ) -> _TrainerMisfit | None:
-    """Return the first stage whose trainer exceeds device memory, or None.
+    """Return the first stage whose trainer exceeds device memory.
 
     `is_certain`: ignore an excess within `LARGEST_ERROR`.
     """

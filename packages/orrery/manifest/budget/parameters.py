@@ -21,9 +21,8 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight of a transformer block.
+    """`shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
 
-    `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
     `num_matrices`: matrices stacked along rows, such as 2 for gate and up.
     `has_fp8`: products may run in FP8.
     """

@@ -94,7 +94,7 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """Plan a run. `tokens`: mean of a rollout. `network`: a device's bytes/s between nodes."""
+    """`tokens`: mean of a rollout. `network`: a device's bytes/s between nodes."""
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
     return RunBudget(

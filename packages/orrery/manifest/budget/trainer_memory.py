@@ -299,7 +299,7 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Plan a rank's memory. `device_bytes`: for the LM head's "auto" chunks."""
+    """`device_bytes`: for the LM head's "auto" chunks."""
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())

@@ -443,10 +443,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Check FP8 weights.
-
-    Experts need whole blocks, because weight updates do not fill vLLM's padding.
-    """
+    """Experts need whole blocks, because weight updates do not fill vLLM's padding."""
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
     if inference.quantization != "fp8":
