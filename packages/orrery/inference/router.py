@@ -72,7 +72,7 @@ log = logging.getLogger("orrery.inference.router")
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Return vllm-router's arguments. Raise OrreryError if the run has no router."""
+    """Raise OrreryError if the run has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
@@ -182,7 +182,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Front:
-    """The proxy. With an empty token, it accepts all requests."""
+    """With an empty token, it accepts all requests."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)

@@ -28,7 +28,6 @@ class FlashMLA(NamedTuple):
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None if it cannot run here."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")

@@ -66,7 +66,6 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def triton_top_keys(score_CS: Tensor, count_C: Tensor, index_CK: Tensor) -> None:
-    """Run Triton's `TopKeys`."""
     from orrery.kernels import sparse_index_triton as kernels
 
     kernels.choose(score_CS, torch.zeros_like(count_C), count_C - 1, index_CK, kernels.TILES)

@@ -95,7 +95,7 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add a rollout. After the last rollout, return the evaluation's result.
+        """After the last rollout, return the evaluation's result.
 
         Raise RunFailed if a token has another version, or if all rollouts of a task failed.
         """
@@ -398,7 +398,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state. A resumed run repeats unfinished groups and evaluations."""
+        """A resumed run repeats unfinished groups and evaluations."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

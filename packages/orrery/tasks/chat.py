@@ -395,7 +395,7 @@ def _content(token: Any) -> str:
 
 
 def vocab_size(alphabet: str) -> int:
-    """Return the number of tokens. jsonnet/lib/run.libsonnet repeats this formula."""
+    """jsonnet/lib/run.libsonnet repeats this formula."""
     return len(SPECIALS) + len(alphabet)
 
 

@@ -12,7 +12,7 @@ log = logging.getLogger("orrery.kernels.attention")
 
 
 class Documents:
-    """Packed documents: document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` is i32 [n + 1]. `is_padding` bool [T] marks padding tokens. `max_seqlen` bounds the
     lengths. Compiled code must pass `max_seqlen`, because computing it syncs the device.

@@ -6,7 +6,6 @@
 - The prompt's KV cache may be of an older policy version than the sampled tokens, but not of a
   version before `cache_salt`.
 - No router is used, because it would drop request ids and credentials.
-- A decode engine computes a prompt itself if at most `max_local_prefill_tokens` are not cached.
 - A decode engine also reads the KV blocks of a cancelled prefill, because reading frees them.
 """
 

@@ -82,8 +82,7 @@ class Generation:
 class TensorAttestation:
     """A tensor's fingerprint.
 
-    `how`: "resident" (computed from the loaded tensor) or "as_consumed" (from the tensor on
-    arrival).
+    `how`: "resident" or "as_consumed", defined in `inference/receiver.py`.
     """
 
     fingerprint: int  # 64 bits
@@ -161,7 +160,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Decode an answer. Raise GenerationFailed if it is malformed or incomplete."""
+    """Raise GenerationFailed if the answer is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)

@@ -1,7 +1,6 @@
 """Generate on a stage's engines, and update their weights.
 
 - No engine stays paused to wait for a slow or lost engine.
-- Without restarts, the first engine failure ends the run.
 - With restarts, a failed engine is fenced: it gets no requests until its next process (incarnation)
   is up to date. While no engine serves, requests and updates wait.
 - The run ends if weights are wrong, if a lost engine does not return, or if all engines refuse a
@@ -65,7 +64,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine's state. `incarnation` counts restarts, and is −1 until a process listens."""
+    """`incarnation` counts restarts, and is −1 until a process listens."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
@@ -310,7 +309,7 @@ class EnginePool:
     async def update(
         self, published: "Published", on_resumed: Callable[[], None] = lambda: None
     ) -> UpdateReport | None:
-        """Update every engine. Return the slowest engine's report.
+        """Return the slowest engine's report.
 
         Return None if the trainer no longer keeps this version. Call `on_resumed` when all engines
         have resumed, before they answer the canary.

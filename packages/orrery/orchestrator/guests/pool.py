@@ -349,7 +349,7 @@ class GuestPool:
     async def _verify(
         self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
     ) -> set[int]:
-        """Check a random share of the answers. Refuse the site after a false answer.
+        """Check a random share of the answers.
 
         Return the versions whose weights were removed before the check.
         """
