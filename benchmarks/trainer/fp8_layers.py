@@ -285,7 +285,7 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
             {
                 "bf16": lambda: x @ weight.T,
                 "product alone": lambda: products.product(library, x_rows, forward, bf16),
-                "with quantization": lambda: torch.ops.orrery.fp8_linear(x, weight, parts, True),
+                "with quantization": lambda: torch.ops.orrery.fp8_linear(x, [weight], parts, True),
             },
         ),
         timed(

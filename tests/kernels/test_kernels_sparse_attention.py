@@ -199,10 +199,11 @@ class FakeDeepGEMM:
         return out[:, :max_seqlen_k]
 
 
-def best_columns(score, count, index):
+def best_columns(score, first, last, key, index):
     top_k = index.shape[1]
-    for row, values, n in zip(index, score, count, strict=True):
-        row[: min(n, top_k)] = values[:n].sort(descending=True, stable=True).indices[:top_k]
+    for row, values, begin, end, start in zip(index, score, first, last, key, strict=True):
+        best = values[begin : end + 1].sort(descending=True, stable=True).indices[:top_k]
+        row[: len(best)] = best + begin + start
 
 
 @pytest.mark.parametrize("chunk", [2**7, 2**9, 2**26])
@@ -267,11 +268,12 @@ def test_any_sample_of_a_rows_scores_leads_to_the_best(backend, num_keys, first,
     begin, end = torch.full((len(score),), first), torch.full((len(score),), num_keys - 2)
     sizes = {"room": room, "sample": 16, "choose_warps": 1, "aim": aim, "parts": 2}
     found = torch.full((len(score), top_k), -1, dtype=torch.int32, device=DEVICE)
-    rows = (x.to(DEVICE) for x in (score, begin.int(), end.int()))
+    key = torch.arange(len(score)) * 100  # of column 0
+    rows = (x.to(DEVICE) for x in (score, begin.int(), end.int(), key.int()))
     kernels.choose(*rows, found, kernels.TILES._replace(**sizes))
     seen = score[:, first : num_keys - 1]
     wanted = seen.sort(dim=1, descending=True, stable=True).indices[:, :top_k] + first
-    assert torch.equal(found.cpu(), wanted.sort(dim=1).values.int())
+    assert torch.equal(found.cpu(), (wanted.sort(dim=1).values + key[:, None]).int())
 
 
 @BACKENDS

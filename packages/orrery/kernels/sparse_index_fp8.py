@@ -23,9 +23,8 @@ SCALE_BYTES = 4
 CHUNK_ELEMENTS = 528 * 2**17
 QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
 
-# Write the columns of each row's best scores to `index_CK`, i32 [C, K], which holds −1: ascending,
-# and −1 in the rest. Row c has `count_C[c]` scores. Equal scores prefer the first column.
-TopKeys = Callable[[Tensor, Tensor, Tensor], None]
+# `sparse_index_triton.choose`, without tiles
+TopKeys = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def has_library() -> bool:
@@ -65,10 +64,10 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     return key.contiguous().view(DTYPE), scale.contiguous().view(torch.float32).squeeze(1)
 
 
-def triton_top_keys(score_CS: Tensor, count_C: Tensor, index_CK: Tensor) -> None:
+def triton_top_keys(*tensors: Tensor) -> None:
     from orrery.kernels import sparse_index_triton as kernels
 
-    kernels.choose(score_CS, torch.zeros_like(count_C), count_C - 1, index_CK, kernels.TILES)
+    kernels.choose(*tensors, kernels.TILES)
 
 
 def select_keys(
@@ -91,19 +90,19 @@ def select_keys(
         return index_TK
     begin_T = first_T.clamp(0, num_keys).int()
     end_T = torch.maximum(last_T.clamp(max=num_keys - 1).int() + 1, begin_T)
+    zero_T, last_column_T = torch.zeros_like(begin_T), end_T - begin_T - 1
     library: Any = load()
     step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM's blocks have 2 or 4 queries
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
-        begin_C, end_C, index_CK = (x[rows] for x in (begin_T, end_T, index_TK))
+        begin_C, end_C = begin_T[rows], end_T[rows]
         # Column j of query t is key begin_t + j. Columns from end_t − begin_t on are undefined.
         score_CS = library.fp8_mqa_logits(
             q_THD[rows], (key_SD, scale_S), weights_TH[rows], begin_C, end_C,
             clean_logits=False, max_seqlen_k=num_keys,
         )  # fmt: skip
-        top_keys(score_CS, end_C - begin_C, index_CK)
+        top_keys(score_CS, zero_T[rows], last_column_T[rows], begin_C, index_TK[rows])
         del score_CS
-        index_CK += torch.where(index_CK < 0, 0, begin_C[:, None])
     return index_TK
 
 

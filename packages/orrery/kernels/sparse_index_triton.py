@@ -59,7 +59,7 @@ def select_keys(
         rows = slice(start, start + step)
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
-        choose(score_CS, *ends, indices_TK[rows], tiles)
+        choose(score_CS, *ends, torch.zeros_like(ends[0]), indices_TK[rows], tiles)
         del score_CS
     return indices_TK
 
@@ -87,10 +87,16 @@ def score(
 
 
 def choose(
-    score_CS: Tensor, first_C: Tensor, last_C: Tensor, indices_CK: Tensor, tiles: IndexTiles
+    score_CS: Tensor,
+    first_C: Tensor,
+    last_C: Tensor,
+    key_C: Tensor,
+    indices_CK: Tensor,
+    tiles: IndexTiles,
 ) -> None:
-    """Write each query's K best keys in [first_c, last_c] to `indices_CK`, sorted by index.
+    """Write each query's K best keys to `indices_CK`, ascending.
 
+    Column j of row c scores key key_c + j. Columns first_c to last_c may be chosen.
     With fewer than K keys, the rest of the row is unchanged.
     """
     (num_keys, top_k), device = (score_CS.shape[1], indices_CK.shape[1]), score_CS.device
@@ -98,9 +104,9 @@ def choose(
     part_room = min(room, triton.cdiv(num_keys, tiles.parts)) + BLOCK
     step = max(1, tiles.found_bytes // (8 * tiles.parts * part_room))
     for tensors in zip(
-        *(x.split(step) for x in (score_CS, first_C, last_C, indices_CK)), strict=True
+        *(x.split(step) for x in (score_CS, first_C, last_C, key_C, indices_CK)), strict=True
     ):
-        *given, index = tensors
+        *given, key, index = tensors
         num_queries, stride = len(index), score_CS.stride(0)
         guess = torch.empty(num_queries, dtype=torch.float32, device=device)
         counts = torch.empty(num_queries, tiles.parts, dtype=torch.int32, device=device)
@@ -114,7 +120,7 @@ def choose(
             PARTS=tiles.parts, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
         _choose[(num_queries,)](
-            *given, guess, counts, found, index, stride, part_room,
+            *given, guess, counts, found, key, index, stride, part_room,
             K=top_k, PARTS=tiles.parts, ROOM=room, num_warps=tiles.choose_warps,
         )  # fmt: skip
 
@@ -264,12 +270,13 @@ def _collect(
 
 @triton.jit
 def _choose(
-    score, first, last, guesses, counts, found, indices, stride, part_room,
+    score, first, last, guesses, counts, found, key, indices, stride, part_room,
     K: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(first + t), tl.load(last + t) + 1
     indices += t * K
+    key_of_0 = tl.load(key + t)
     part = tl.arange(0, PARTS)
     count_P = tl.load(counts + t * PARTS + part)
     count = tl.sum(count_P, axis=0)
@@ -293,13 +300,13 @@ def _choose(
                 before, number = _positions(rank == least, ROOM)
                 taken = (rank > least) | ((rank == least) & (before < number - surplus))
         to, _ = _positions(taken, ROOM)
-        tl.store(indices + to, pair.to(tl.int32), mask=taken)
+        tl.store(indices + to, pair.to(tl.int32) + key_of_0, mask=taken)
     else:
-        _choose_slowly(score + t * stride, begin, end, indices, K, ROOM)
+        _choose_slowly(score + t * stride, begin, end, key_of_0, indices, K, ROOM)
 
 
 @triton.jit
-def _choose_slowly(score, begin, end, indices, K: tl.constexpr, BLOCK: tl.constexpr):
+def _choose_slowly(score, begin, end, key_of_0, indices, K: tl.constexpr, BLOCK: tl.constexpr):
     """Choose among all keys of a row, more than K. Each bit of the K-th best rank reads the row."""
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
@@ -325,7 +332,7 @@ def _choose_slowly(score, begin, end, indices, K: tl.constexpr, BLOCK: tl.conste
         before, number = _positions(equal, BLOCK)
         taken = ((s < end) & (rank > least)) | (equal & (before < spare))
         at, more = _positions(taken, BLOCK)
-        tl.store(indices + written + at, s, mask=taken)
+        tl.store(indices + written + at, s + key_of_0, mask=taken)
         written += more
         spare -= tl.minimum(spare, number)
 
