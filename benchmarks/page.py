@@ -287,6 +287,13 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("trainer/sft_data", "SFT: chats to tokens, beside training"),
             Line("trainer/gpu_checks", "Reference checks on a GPU that pass"),
             Line("trainer/offload", "Speed with optimizer state on the host, 2 micro-batches"),
+            Line("trainer/offload", "… 8 micro-batches", "streamed, 8 micro-batches"),
+            Line(
+                "trainer/offload",
+                "… with a quarter of the state on the device, 2 micro-batches",
+                "a quarter resident, 2 micro-batches",
+            ),
+            Line("trainer/offload", "… 8 micro-batches", "a quarter resident, 8 micro-batches"),
             Line("trainer/fp8_layers", "FP8 relative to bfloat16, Qwen3-8B with 12 layers"),
             Line(
                 "trainer/fp8_layers",
