@@ -64,10 +64,12 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     return key.contiguous().view(DTYPE), scale.contiguous().view(torch.float32).squeeze(1)
 
 
-def triton_top_keys(*tensors: Tensor) -> None:
+def triton_top_keys(
+    score_CS: Tensor, first_C: Tensor, last_C: Tensor, key_C: Tensor, index_CK: Tensor
+) -> None:
     from orrery.kernels import sparse_index_triton as kernels
 
-    kernels.choose(*tensors, kernels.TILES)
+    kernels.choose(score_CS, first_C, last_C, key_C, index_CK, kernels.TILES)
 
 
 def select_keys(
