@@ -1,8 +1,8 @@
 """Triton kernels of the indexer: score a chunk of queries, then choose each query's best keys.
 
 C queries of a chunk, K chosen keys. `sparse_index` defines other letters. A choice has three steps.
-`_guess` estimates a score that somewhat more than K keys of a row reach. `_collect` writes these
-keys. `_choose` takes the K best of them, or of the whole row where the guess was wrong.
+From a sample, `_guess` estimates a score that somewhat more than K keys of a row reach. `_collect`
+writes these keys. `_choose` takes the K best of them, or of the whole row if the guess was wrong.
 """
 
 # mypy: disable-error-code="no-untyped-def"
