@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,14 @@ from store_sites import StoreSites
 
 from orrery.elastic import etcd_site
 from orrery.elastic.certificates import Certificates, make_authority, make_site
-from orrery.elastic.etcd_log import NOT_FOUND, EtcdClient, EtcdLog, EtcdRefused, SiteServices
+from orrery.elastic.etcd_log import (
+    NOT_FOUND,
+    EtcdClient,
+    EtcdLog,
+    EtcdRefused,
+    SiteServices,
+    check_first,
+)
 from orrery.elastic.etcd_site import Change, EtcdServer, EtcdSite, next_change
 from orrery.elastic.membership import RoundPace
 from orrery.elastic.types import ElasticError
@@ -48,9 +56,24 @@ def test_sites_go_on_without_any_one_coordinator_and_fence_a_paused_site(tmp_pat
 
         stranger = tmp_path / "stranger"
         make_authority(stranger, "run")
-        outside = EtcdClient(sites.names, make_site(stranger, "test"), 0.0)
-        with pytest.raises(ElasticError, match="no coordinator answered within 0 s"):
+        outside = EtcdClient(sites.names, make_site(stranger, "test"), 20.0)
+        with pytest.raises(ElasticError, match="have certificates of different authorities"):
             outside.call("/v3/cluster/member/list", {})
+        other = EtcdLog(client, "other", 1.0, 5.0, SiteServices())
+        with pytest.raises(ElasticError, match="other sites have run run, and this site has other"):
+            other.read()
+
+
+def test_only_a_first_answer_can_be_final():
+    unknown = socket.gaierror(socket.EAI_NONAME, "unknown")
+    with pytest.raises(ElasticError, match="nohost:29400: no such host; type `orrery join"):
+        check_first("nohost:29400", unknown)
+    for passing in (
+        socket.gaierror(socket.EAI_AGAIN, "later"),
+        ConnectionRefusedError(),
+        OSError(),
+    ):
+        check_first("nohost:29400", passing)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 from orrery.launcher import bench, cli, containers, describe, runs, serve, supervisor
 from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
-from orrery.launcher.runs import RoleStatus, Status, find
+from orrery.launcher.runs import RoleStatus, Status, find, place_site
 from orrery.launcher.site import Site, load_site
 from orrery.launcher.supervisor import job
 from orrery.manifest.errors import OrreryError
@@ -90,6 +90,18 @@ def test_a_job_makes_the_run_folder_with_its_manifest_and_says_how_to_go_on(chec
     )
     assert made.resume == "snakemake --profile local reverse_text"
     assert find(made.run_dir.name).path == made.run_dir
+
+
+def test_a_site_goes_on_by_its_last_join(checkout):
+    addresses = "10.0.0.1:29400", "10.0.0.2:29400"
+    place_site("elastic_text", *addresses, "lima", Path("certificates"), 3)
+    made = job("elastic_text", "sft")
+    command = f"orrery join {made.run_dir.name} 10.0.0.1:29400 --listen 10.0.0.2:29400"
+    assert made.resume == f"{command} --name lima --shard 3"
+    place_site("elastic_text", addresses[0], "", "site", checkout / "my keys", None)
+    words = f"--certificates '{checkout}/my keys'"
+    assert job("elastic_text", "sft").resume == f"{command.partition(' --')[0]} {words}"
+    assert "snakemake" in job("elastic_text", "init").resume
 
 
 def test_a_run_for_another_gpu_is_refused_before_its_folder_is_made(checkout, monkeypatch):
@@ -189,6 +201,7 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         (("serve", "reverse_tex"), "did you mean 'reverse_text'?"),
         (("bench",), "bench: no figure. Type"),
         (("bench", "a/b"), "not a known figure"),
+        (("join", "elastic_text", "10.0.0.1:1", "--shard", "99"), "Type a shard from 0 to"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_non_zero_exit(checkout, capsys, words, sentence):

@@ -241,7 +241,8 @@ def test_rounds_with_other_sites_are_rows_with_members_tokens_bytes_and_loss(run
     path = run_dir / "metrics" / "trainer.0.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     row = {"attempt": 1, "stage": "sft", "event": "round", "time_s": 9.5, "step": 2, "round": 7}
-    row |= {"members": ["oslo", "lima"], "weights": [1200, 0], "num_bytes": 34567, "sync_s": 0.25}
+    row |= {"members": ["5fbb423a", "92ede154"], "weights": [1200, 0], "num_bytes": 34567}
+    row |= {"names": ["oslo", "lima"], "sync_s": 0.25}
     write_rows(path, [*rows, row])
     text = re.sub(r"<[^>]+>", " ", render(RunData.load(run_dir), 1.0).split("Rounds with other")[1])
     found = ["7", "oslo", "lima", "1,200", "·", "0", "34,567", "1.500", "0.25"]

@@ -368,3 +368,15 @@ def test_sites_of_two_ranks_hold_equal_bits(tmp_path):
     assert all(row["num_bytes"] > 0 for row in found[0][1:])
     one, other = (final_weights(folders.run_dir(name), "sft") for name in "ab")
     assert one == other
+
+
+def test_one_of_two_sites_that_choose_a_shard_is_refused(sites):
+    folders, both = sites()
+    for site in both:
+        folders.place(site.name, shard=1)
+    made = [begun(site.enter) for site in both]
+    refused = [each.exception(timeout=60.0) for each in made]
+    (error,) = filter(None, refused)
+    assert isinstance(error, ElasticError) and "--shard 1: another site trains it" in str(error)
+    (kept,) = (site for site, failure in zip(both, refused, strict=True) if failure is None)
+    assert kept.training.shard == 1 and sorted(kept.rows[0]["names"]) == ["a", "b"]

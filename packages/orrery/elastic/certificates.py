@@ -50,7 +50,8 @@ class Certificates:
             if not path.is_file():
                 raise ElasticError(
                     f"certificates: {path} is missing; copy {AUTHORITY}.pem, {site}.pem and "
-                    f"{site}.key from the host that made the run's certificates"
+                    f"{site}.key from the host that made the run's certificates, or name another "
+                    "site with --name"
                 )
         return found
 

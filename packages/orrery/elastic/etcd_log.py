@@ -8,7 +8,9 @@
 import base64
 import http.client
 import json
+import logging
 import math
+import socket
 import ssl
 import threading
 import time
@@ -26,6 +28,7 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 REQUEST_S = 2.0
 RETRY_S = 0.1
+QUIET_S = 3.0  # a longer wait for the first answer is logged
 NOT_FOUND = 5
 FINAL = (3, NOT_FOUND, 6, 9, 11)  # gRPC codes of invalid requests
 BROKEN = (OSError, http.client.HTTPException, ValueError)
@@ -33,6 +36,10 @@ RELEASE_S = 2.0
 ELECTION_S = 4.0  # longest leader election with one split vote
 EXPIRY_S = 2.0  # longest time from a lease's end to the next round
 RETRY_WATCH_S = 0.5
+RUNS = "orrery/"  # prefix of all runs' keys
+# Reasons of TLS errors if one side does not trust the other's authority
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "ALERT_UNKNOWN_CA", "ALERT_BAD_CERTIFICATE")
+log = logging.getLogger("orrery.elastic.etcd_log")
 
 
 class EtcdRefused(Exception):
@@ -57,6 +64,7 @@ class EtcdClient:
         self._tls = certificates.client()
         self._store_s = store_s
         self._own = threading.local()
+        self._has_answered = False
         self.closed = threading.Event()
 
     @property
@@ -71,19 +79,28 @@ class EtcdClient:
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
         """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
 
-        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`).
+        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`). Before the
+        first answer of all, also raise it at once for an unknown host or authority.
         """
         within_s = self._store_s if within_s is None else within_s
-        end_s, reason = time.monotonic() + within_s, ""
+        begin_s, reason, is_told = time.monotonic(), "", False
         while not self.closed.is_set():
             for endpoint in self.endpoints:
                 try:
-                    return self._ask(endpoint, path, body)
+                    answer = self._ask(endpoint, path, body)
+                    self._has_answered = True
+                    return answer
                 except BROKEN as error:
+                    if not self._has_answered:
+                        check_first(endpoint, error)
                     reason = f"{endpoint}: {error or type(error).__name__}"
                     self._drop(endpoint)
-            if time.monotonic() >= end_s:
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= within_s:
                 break
+            if not (is_told or self._has_answered) and waited_s > QUIET_S:
+                log.warning("no answer yet from %s; trying for %.0f s", reason, within_s)
+                is_told = True
             self.closed.wait(RETRY_S)
         raise ElasticError(
             f"trainer.elastic.store_timeout_s: no coordinator answered within {within_s:g} s "
@@ -135,6 +152,22 @@ class EtcdClient:
             self._endpoints = [*self._endpoints[1:], endpoint]
 
 
+def check_first(endpoint: str, error: Exception) -> None:
+    """Raise ElasticError if `error`, the first answer of an endpoint, is final."""
+    if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
+        raise ElasticError(
+            f"{endpoint}: no such host; type `orrery join RUN ADDRESS:PORT` with the address of a "
+            "site that runs"
+        )
+    reason = error.reason or "" if isinstance(error, ssl.SSLError) else ""
+    if any(each in reason for each in UNTRUSTED):
+        raise ElasticError(
+            f"certificates: {endpoint} and this site have certificates of different authorities "
+            f"({reason}); copy authority.pem and this site's files from the host that made the "
+            "run's certificates"
+        )
+
+
 def encode(value: bytes | str) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
 
@@ -166,7 +199,7 @@ class EtcdLog:
         dead_s: float,
         services: SiteServices,
     ) -> None:
-        self._client, self._prefix, self._services = client, f"orrery/{run}/", services
+        self._client, self._prefix, self._services = client, f"{RUNS}{run}/", services
         self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
@@ -221,9 +254,21 @@ class EtcdLog:
         ledger, live = (each["response_range"].get("kvs", []) for each in answer["responses"])
         ids = _site_ids(live)
         if not ledger:
+            self._check_run()
             return LedgerView(Ledger(), 0, ids)
         value = msgspec.json.decode(decode(ledger[0]["value"]), type=Ledger)
         return LedgerView(value, int(ledger[0]["mod_revision"]), ids)
+
+    def _check_run(self) -> None:
+        """Raise ElasticError if the log belongs to another run."""
+        asked = below(RUNS) | {"keys_only": True, "limit": "1"}
+        for each in self._client.call("/v3/kv/range", asked).get("kvs", []):
+            own, other = (x.split("/")[1] for x in (self._prefix, decode(each["key"]).decode()))
+            if other != own:
+                raise ElasticError(
+                    f"manifest: the other sites have run {other}, and this site has {own}; copy "
+                    "their manifest and join with it"
+                )
 
     def write(self, ledger: Ledger, view: LedgerView) -> bool:
         key, own = encode(f"{self._prefix}ledger"), encode(f"{self._prefix}live/{self._site_id}")

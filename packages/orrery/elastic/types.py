@@ -37,6 +37,7 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
     address: str
     port: int  # 0 without a listener
     shard: int | None = None  # the operator's choice of data shard
+    name: str = ""  # of the site's certificate
 
 
 class Epoch(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -22,7 +23,7 @@ from orrery.manifest.check import meant
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, id12, load, pretty_json, run_dir
-from orrery.manifest.json_file import read_as
+from orrery.manifest.json_file import read_as, read_object
 from orrery.manifest.plan import plan
 from orrery.manifest.publish import publish_folder, write_atomic
 from orrery.manifest.render import render, render_file
@@ -175,10 +176,10 @@ def place_site(
 
 
 def check_shard(word: str, shard: int) -> None:
-    """Raise OrreryError if SFT data is sharded by file, and `shard` is too large or incomplete."""
+    """Raise OrreryError if `shard` is too large, or its files are incomplete."""
     workspace = find_workspace()
     sft = find(word, workspace).manifest.stages.sft
-    if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
+    if sft is None or sft.data.kind != "text":
         return
     data = sft.data
     if shard >= data.num_shards:
@@ -186,6 +187,8 @@ def check_shard(word: str, shard: int) -> None:
             f"--shard {shard}: stages.sft.data.num_shards is {data.num_shards}. Type a shard from "
             f"0 to {data.num_shards - 1}"
         )
+    if data.shard_by is None:
+        return
     try:
         check_held(workspace.root / data.path, data.split, (shard, data.num_shards))
     except OrreryError as error:
@@ -207,10 +210,24 @@ def resume_command(
     """Return the command that resumes the run. ORRERY_RESUME overrides it."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
+    if stage_name in ("sft", "rl") and (run.path / SITE_FILE).is_file():
+        return _join_command(run, stage_name)
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)
     if checked_in.exists() and load(checked_in) == run.manifest:
         return f"snakemake --profile {profile} {run.manifest.name}"
     return f"orrery run {run.path.name} {stage_name}"
+
+
+def _join_command(run: Run, stage_name: str) -> str:
+    """Return the `orrery join` command of the site's last start."""
+    place = read_object(run.path / SITE_FILE, "type `orrery join` again")
+    words = ["orrery join", run.path.name, place["join"]]
+    for option, default in (("listen", ""), ("name", "site"), ("shard", None)):
+        if place.get(option) != default:
+            words.append(f"--{option} {place[option]}")
+    if place["certificates"] != str(Path("certificates").resolve()):
+        words.append(f"--certificates {shlex.quote(place['certificates'])}")
+    return " ".join(words if stage_name == "sft" else [*words, f"--stage {stage_name}"])
 
 
 def newest(workspace: Workspace) -> Path | None:

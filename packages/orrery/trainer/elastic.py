@@ -165,6 +165,7 @@ class SiteTraining:
                 self._copy(self._loop.round - 1, self._loop.digest())
             else:
                 self._finish_round()
+                check_shard(self._place.shard, self._shards.holders.get(self._member.id))
             self._is_restarted = False
             on_failure.pop_all()
         return self
@@ -279,7 +280,7 @@ class SiteTraining:
         self._stack.callback(self._links.close)
         keeping = keeper_options(spec, self._folder, host, port + 2 + rank, files)
         self._keeper = self._stack.enter_context(SnapshotKeeper(keeping))
-        self._member = SiteMember("", host, self._links.port, place.shard)
+        self._member = SiteMember("", host, self._links.port, place.shard, place.name)
         if self._ranks.is_first:
             self._site = self._stack.enter_context(
                 EtcdSite(
@@ -351,8 +352,7 @@ class SiteTraining:
         )
 
     def _inner(self) -> list[torch.Tensor]:
-        found = named_state(self._learner.optimizer, self._learner.weights)
-        return [tensor for _, _, tensor, _ in found]
+        return [each[2] for each in named_state(self._learner.optimizer, self._learner.weights)]
 
     def _copy(self, number: int, digest: str) -> None:
         state, learner = self._loop.state, self._learner
@@ -428,12 +428,20 @@ class SiteTraining:
 
 
 def record_round(ctx: RoleContext, step: int, row: RoundRow, own: dict[str, Any]) -> None:
-    values = msgspec.to_builtins(row) | {"members": [each.id[:8] for each in row.members]} | own
-    ctx.metrics.write(step, event="round", **values)
+    names = [each.name for each in row.members]
+    ids = {"members": [each.id[:8] for each in row.members], "names": names}
+    ctx.metrics.write(step, event="round", **(msgspec.to_builtins(row) | ids | own))
     ctx.log.info(
-        "round %d: %d sites, %d bytes sent, %.2f s, weights %s",
-        *(row.round, len(row.members), row.num_bytes, row.sync_s, row.digest[:16]),
+        "round %d: %d sites (%s), %d bytes sent, %.2f s, weights %s",
+        *(row.round, len(names), ", ".join(names), row.num_bytes, row.sync_s, row.digest[:16]),
     )
+
+
+def check_shard(wanted: int | None, found: int | None) -> None:
+    if wanted not in (None, found):
+        raise ElasticError(
+            f"--shard {wanted}: another site trains it; join with a free shard, or without --shard"
+        )
 
 
 def keeper_options(

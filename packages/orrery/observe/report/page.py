@@ -173,7 +173,8 @@ def _rounds(run: RunData) -> list[tuple[int, str, str, int, str, str]]:
         loss = losses.get((row["stage"], row["step"]))
         tokens = " · ".join(f"{each:,}" for each in row["weights"])
         shown = "" if loss is None else f"{loss:.3f}"
-        values = " ".join(row["members"]), tokens, row["num_bytes"], shown
+        sites = row.get("names") or row["members"]  # old runs have no names
+        values = " ".join(sites), tokens, row["num_bytes"], shown
         found.append((row["round"], *values, f"{row['sync_s']:.2f}"))
     return found
 
