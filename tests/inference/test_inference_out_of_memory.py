@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_hold_a_sequence_names_the_shorter_one_that_it_can(r
     least = longest_device_bytes(spec.model, spec.inference)
     free = least / GIB / 2 / 0.9
     said, changed = explained(run_dir, CPU_CACHE.replace("20.5/", f"{free:.6f}/"))
-    assert "hold sequences of" in said and changed.max_model_len_tokens < 512
+    assert "enough for sequences of" in said and changed.max_model_len_tokens < 512
     assert longest_device_bytes(spec.model, changed) <= changed.kv_cache_bytes <= least // 2
     said, _ = explained(run_dir, CPU_CACHE.replace("20.5/", "0.0/"))
     assert "which hold no sequence; take a smaller model" in said

@@ -253,7 +253,7 @@ def test_a_pretrained_tokenizer_is_copied_only_when_its_digest_matches(tmp_path)
         source
     ).prompt([Message("user", "hello")])
     with pytest.raises(
-        OrreryError, match=rf"model.tokenizer.sha256 0{{64}}: .* of .* have {digest}. Write that"
+        OrreryError, match=rf"model.tokenizer.sha256 0{{64}}: .* of .* have {digest}. Write this"
     ):
         write_tokenizer(
             character_model(
