@@ -5,6 +5,7 @@ python store_site.py FOLDER SITE NAME JOIN OPTIONS: prints a JSON line for every
 """
 
 import json
+import signal
 import sys
 import time
 import uuid
@@ -28,6 +29,7 @@ def say(**event: object) -> None:
 def main() -> None:
     folder, who, name, join, text = sys.argv[1:]
     options = {"founders": 1, "skew_s": 0.0, "dead_s": 10.0, "pause_s": 0.05} | json.loads(text)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     real = time.time
     time.time = lambda: real() + options["skew_s"]
     site = EtcdSite(
