@@ -74,16 +74,15 @@ def score(
 ) -> Tensor:
     """Return scores f32 [C, S]. Keys outside first_c to last_c have undefined scores."""
     (num_queries, num_heads, width), num_keys = q_CHD.shape, k_SD.shape[0]
-    stride = triton.cdiv(num_keys, 16) * 16  # aligned for loads of four scores
-    score_CS = torch.empty(num_queries, stride, dtype=torch.float32, device=q_CHD.device)
+    score_CS = torch.empty(num_queries, num_keys, dtype=torch.float32, device=q_CHD.device)
     queries = max(1, tiles.rows // num_heads)
     span = max(tiles.span, tiles.keys)
     _score[(triton.cdiv(num_queries, queries), triton.cdiv(num_keys, span))](
-        q_CHD, k_SD, weights_CH, first_C, last_C, score_CS, num_queries, num_keys, stride,
+        q_CHD, k_SD, weights_CH, first_C, last_C, score_CS, num_queries, num_keys,
         H=num_heads, D=width, QUERIES=queries, KEYS=tiles.keys, SPAN=span,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return score_CS[:, :num_keys]
+    return score_CS
 
 
 def choose(
@@ -173,7 +172,7 @@ def _quantize(
 
 @triton.jit
 def _score(
-    q, k, weights, first, last, score, num_queries, num_keys, stride,
+    q, k, weights, first, last, score, num_queries, num_keys,
     H: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +188,7 @@ def _score(
         row = tl.minimum(row, num_queries * H - 1).to(tl.int64)
         q_tile = tl.trans(tl.load(q + row[:, None] * D + column[None, :]))
         weight = tl.load(weights + row).to(tl.float32)
-        to = score + t.to(tl.int64)[None, :] * stride
+        to = score + t.to(tl.int64)[None, :] * num_keys
         for start in range(begin, end, KEYS):
             s = start + tl.arange(0, KEYS)
             key_row = tl.minimum(s, num_keys - 1).to(tl.int64)
@@ -280,7 +279,7 @@ def _choose(
     part = tl.arange(0, PARTS)
     count_P = tl.load(counts + t * PARTS + part)
     count = tl.sum(count_P, axis=0)
-    if (count >= tl.minimum(K, end - begin)) & (count <= ROOM):
+    if (count >= tl.minimum(K, end - begin)) & (count < ROOM):
         at = tl.arange(0, ROOM)
         source = at + t * PARTS * part_room
         passed = tl.full([], 0, tl.int32)
@@ -367,7 +366,9 @@ def _kth_best(rank, k, SKIPPED: tl.constexpr):
         bit = bit >> 2
     while bit >> (2 * SKIPPED) > 0:  # each step finds two bits, by three counts
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
-        pair = tl.sum((rank >= low).to(tl.int32) + tl.where(rank >= middle, 65536, 0), axis=0)
+        # Two 16-bit counts, unsigned because the second may set the last bit
+        pair = (rank >= low).to(tl.uint32) + ((rank >= middle).to(tl.uint32) << 16)
+        pair = tl.sum(pair, axis=0)
         least = tl.where((pair & 65535) >= k, low, least)
         least = tl.where((pair >> 16) >= k, middle, least)
         least = tl.where(tl.sum((rank >= high).to(tl.int32), axis=0) >= k, high, least)

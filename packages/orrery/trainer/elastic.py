@@ -165,7 +165,7 @@ class SiteTraining:
                 self._copy(self._loop.round - 1, self._loop.digest())
             else:
                 self._finish_round()
-                check_shard(self._place.shard, self._shards.holders.get(self._member.id))
+                check_own_shard(self._place.shard, self._shards.holders.get(self._member.id))
             self._is_restarted = False
             on_failure.pop_all()
         return self
@@ -437,7 +437,7 @@ def record_round(ctx: RoleContext, step: int, row: RoundRow, own: dict[str, Any]
     )
 
 
-def check_shard(wanted: int | None, found: int | None) -> None:
+def check_own_shard(wanted: int | None, found: int | None) -> None:
     if wanted not in (None, found):
         raise ElasticError(
             f"--shard {wanted}: another site trains it; join with a free shard, or without --shard"
