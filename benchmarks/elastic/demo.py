@@ -82,13 +82,12 @@ class Round:
 def table() -> list[Round]:
     """Return the rounds that the first site has finished."""
     every = {name: {row["round"]: row for row in rounds(name)} for name in NAMES}
-    ids = {row["own"]: name for name, found in every.items() for row in found.values()}
     losses = {row["step"]: row["loss"] for row in rows(NAMES[0]) if row.get("loss") is not None}
     return [
         Round(
             number,
             row["epoch"],
-            [ids.get(each, each) for each in row["members"]],
+            row["names"],
             row["weights"],
             row["num_bytes"],
             losses.get(row["step"]),
@@ -114,9 +113,8 @@ class Terminal:
         while True:
             over = is_over()
             for one in table()[self.num_rounds :]:
-                has_loss = one.loss is not None or one.number == 0
-                if not (over or (has_loss and set(one.members) <= set(NAMES))):
-                    break  # a site has not reported its name or this step's loss yet
+                if not over and one.loss is None and one.number > 0:
+                    break  # the step's loss is not reported yet
                 loss = "" if one.loss is None else f", loss {one.loss:.3f}"
                 sites = f"{len(one.members)} sites ({' '.join(sorted(one.members))})"
                 sent = f"{one.num_bytes / 1e6:.1f} MB sent by {NAMES[0]}"
