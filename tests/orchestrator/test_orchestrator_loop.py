@@ -176,7 +176,7 @@ def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
         assert row["staleness_max"] <= 2 and sum(row["staleness_counts"]) == 8 * 4
     assert any("reward/task1" in row for row in rows)
     assert {span["name"] for span in ctx.spans} >= {
-        "cut",
+        "batch",
         "pack",
         "send",
         "update",

@@ -206,7 +206,7 @@ class Loop:
             if batch is None:
                 await self.changed.wait(POLL_S)
                 continue
-            self.ctx.metrics.add_span("cut", start_s, time.time(), batch.step)
+            self.ctx.metrics.add_span("batch", start_s, time.time(), batch.step)
             is_due = checkpoints.is_due(batch.step, self.manifest)
             kept = scheduler.snapshot() if is_due else None
             row = batching.row(batch, self.manifest, time.monotonic())

@@ -41,7 +41,7 @@ SPAN_COLORS = {
     "generate": ENGINE,
     "update": "#d64545",
     "evaluation": "#e0b33a",
-    "cut": ORCHESTRATOR,
+    "batch": ORCHESTRATOR,
     "pack": "#e09a5b",
     "send": "#f0c9a4",
 }
