@@ -313,7 +313,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line(
                 "kernels/sparse_mla",
                 "… half local, half shared keys",
-                "backward, triton, local, 131072 keys",
+                "backward, hopper, local, 131072 keys",
             ),
             Line(
                 "kernels/sparse_mla",

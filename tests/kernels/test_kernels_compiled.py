@@ -24,7 +24,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from orrery.kernels import sparse_index_triton, sparse_mla_triton  # noqa: E402
+from orrery.kernels import sparse_index_triton, sparse_mla_hopper, sparse_mla_triton  # noqa: E402
 from orrery.kernels.fp8 import quantize_triton  # noqa: E402
 
 TRITONS_OWN = Path(triton.__file__).parent / "backends/nvidia/bin"  # not on every GPU host
@@ -194,6 +194,17 @@ def test_sparse_mla_at_true_widths_fits_hopper(num_heads, monkeypatch):
         assert compiled.metadata.shared <= SHARED_BYTES and stack_bytes(compiled) == 0, name
         has_product = name not in ("delta", "sum_pairs")
         assert ("wgmma.mma_async" in compiled.asm["ptx"]) == has_product, name
+
+
+def test_the_hopper_kernel_of_sparse_mla_compiles():
+    pytest.importorskip("cuda.bindings")
+    binary = sparse_mla_hopper.compiled()
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", run_cuobjdump("-res-usage", binary))
+    assert int(usage[2]) <= 8, "at most one pair of registers spills"
+    assert int(usage[1]) * sparse_mla_hopper.THREADS <= 65536
+    products = [line.split()[0] for line in disassembled(binary) if line.startswith("HGMMA")]
+    # Both consumers: z or dp, dq, dkv of 256 columns. Consumer 1: dkv of the last 64.
+    assert len(products) == (36 + 8 + 16) + (32 + 8 + 16 + 4)
 
 
 @pytest.mark.parametrize("num_heads", [32, 64])

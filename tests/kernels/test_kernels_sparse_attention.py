@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_marks import DEVICE, NEEDS_TRITON, TRITON
 
-from orrery.kernels import flash_mla, sparse_index, sparse_index_fp8
+from orrery.kernels import flash_mla, sparse_index, sparse_index_fp8, sparse_mla_hopper
 from orrery.kernels import sparse_mla as mla_module
 from orrery.kernels.sparse_index import reference_select_keys, select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
@@ -378,6 +378,31 @@ def test_equal_inputs_give_equal_bits(backend):
     arguments = attended(16, half(backend), num_queries=25)
     first, second = (outcome(sparse_mla, *arguments, backend=backend) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("top_k", [2048, 200])
+def test_the_hopper_kernel_gives_the_gradients_of_triton(top_k):
+    q = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device=DEVICE)
+    if DEVICE == "cpu" or not sparse_mla_hopper.supports(q, 512):
+        pytest.skip("a Hopper GPU is needed")
+    from orrery.kernels import sparse_mla_triton as kernels
+
+    g = torch.Generator(DEVICE).manual_seed(3)
+    q, kv, grad = (
+        torch.randn(*shape, generator=g, device=DEVICE).bfloat16()
+        for shape in ((70, 64, 576), (4096, 576), (70, 64, 512))
+    )
+    indices = torch.rand(70, 4096, generator=g, device=DEVICE).topk(top_k).indices.int()
+    indices[torch.rand(indices.shape, generator=g, device=DEVICE) < 0.2] = -1
+    indices[3], indices[7, 70:] = -1, -1
+    out, lse = sparse_mla(q, kv, indices, 0.05, 512, "triton")
+    tiles = kernels.TILES._replace(chunk_rows=40 * top_k)
+    found, again, wanted = (
+        kernels.backward(grad, q, kv, indices, out, lse, 0.05, each)
+        for each in (tiles, tiles, tiles._replace(uses_hopper=False))
+    )
+    assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
+    assert_near(found, wanted, 1e-3)
 
 
 @NEEDS_TRITON

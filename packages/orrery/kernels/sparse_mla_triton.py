@@ -7,6 +7,8 @@ keys. Outputs of the backward kernels:
   Σ_h dlogit_h · q_h. The first V columns of dkv also get Σ_h p_h · dout_h
 - `_query_gradients`: dq = dlogitᵀ · keys
 - `_sum_pairs`: each key's sum of dkv over pairs, in float32 in a fixed order
+
+`sparse_mla_hopper` replaces the first two at the widths of GLM-5.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from orrery.kernels import sparse_mla_hopper
 from orrery.manifest.devices import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
@@ -32,10 +35,11 @@ class Tiles(NamedTuple):
     """Tile sizes. Tuples of the backward pass are (keys or pairs, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
-    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # `_chunk` doubles warps for 128 heads
+    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # the launch doubles warps for 128 heads
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # maximum pairs per chunk, C·K
+    uses_hopper: bool = True  # run `sparse_mla_hopper` in place of `pairs` and `queries`
 
 
 TILES = Tiles()
@@ -125,16 +129,46 @@ def _chunk(
     grad_q: Tensor,
     grad_kv: Tensor,
 ) -> None:
-    num_queries, num_chosen = indices.shape
+    num_queries = indices.shape[0]
     num_keys, width = kv.shape
     _, num_heads, value_width = grad.shape
-    heads = min(num_heads, MAX_HEADS)
-    sizes: dict[str, Any] = {"H": num_heads, "D": width, "V": value_width}
     length, delta = lengths(indices), torch.empty_like(lse)
     _delta[(num_queries, num_heads)](grad, out, delta, H=num_heads, V=value_width, num_warps=1)
-    grad_logit = q.new_empty(num_queries, num_chosen, num_heads)
     place, offset = order
     pair = q.new_empty(indices.numel(), width)
+    given = (q, grad, kv, indices, length, lse, delta, place)
+    if tiles.uses_hopper and sparse_mla_hopper.supports(q, value_width):
+        sparse_mla_hopper.pair_gradients(*given, scale, grad_q, pair)
+    else:
+        _launch_gradients(*given, scale, tiles, grad_q, pair)
+
+    rows, columns, warps, stages = tiles.sums
+    columns = min(columns, triton.next_power_of_2(width))
+    _sum_pairs[(num_keys, triton.cdiv(width, columns))](
+        pair, offset, grad_kv,
+        D=width, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _launch_gradients(
+    q: Tensor,
+    grad: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    length: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    place: Tensor,
+    scale: float,
+    tiles: Tiles,
+    grad_q: Tensor,
+    pair: Tensor,
+) -> None:
+    num_queries, num_chosen = indices.shape
+    _, num_heads, width = q.shape
+    value_width, heads = grad.shape[-1], min(num_heads, MAX_HEADS)
+    sizes: dict[str, Any] = {"H": num_heads, "D": width, "V": value_width}
+    grad_logit = q.new_empty(num_queries, num_chosen, num_heads)
     keys, columns, warps, stages = tiles.pairs
     _pair_gradients[(triton.cdiv(num_chosen, keys), num_queries)](
         q, grad, kv, indices, length, lse, delta, place, grad_logit, pair,
@@ -149,13 +183,6 @@ def _chunk(
     _query_gradients[(triton.cdiv(width, columns), num_queries, num_heads // heads)](
         grad_logit, kv, indices, length, grad_q, num_chosen,
         **sizes, KEYS=keys, HEADS=heads, COLUMNS=columns, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-
-    rows, columns, warps, stages = tiles.sums
-    columns = min(columns, triton.next_power_of_2(width))
-    _sum_pairs[(num_keys, triton.cdiv(width, columns))](
-        pair, offset, grad_kv,
-        D=width, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
