@@ -153,7 +153,7 @@ def is_told(process: psutil.Process) -> bool:
 
 
 def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int:
-    from orrery.launcher.site import Roles, Site
+    from orrery.launcher.site import Network, Roles, Site
     from orrery.launcher.stage import Job
     from orrery.launcher.supervisor import run_stage
     from orrery.manifest.identity import Workspace
@@ -172,7 +172,10 @@ def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int
         None,
         10,
         "make demo",
-        Site(roles=Roles(deadline_scale=deadline_scale)),
+        Site(
+            roles=Roles(deadline_scale=deadline_scale),
+            network=Network(interface="lo", gbit_per_s=40.0),
+        ),
         Workspace(run_dir),
         max_restarts=restarts,
     )

@@ -321,10 +321,10 @@ def test_what_software_a_host_has_is_asked_while_the_stage_runs_so_that_its_end_
     wait_for((tmp_path / "asked").exists, within_s=30)
     (run_dir / "go").touch()
     assert end(launcher)[0] == 0
-    told = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"][0][
-        "versions"
-    ]
+    [attempt] = json.loads((run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"]
+    told = attempt["versions"]
     assert told["driver"] == "570.1" and "torch" in told["host"]
+    assert attempt["network"] == {"interface": "lo", "gbit_per_s": 40.0}
     assert (tmp_path / "asked").read_text() == "asked\n"
 
 

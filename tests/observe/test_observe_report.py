@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orrery.manifest.budget.run import plan_run
+from orrery.manifest.budget.table import in_seconds
 from orrery.manifest.errors import OrreryError
 from orrery.observe.report.data import (
     POINTS,
@@ -194,6 +195,25 @@ def test_the_page_sets_the_plan_beside_the_measurement(run_dir):
     assert found["sampled tokens a second"] == (f"{sampled:,.0f}", "1,000")
     assert found["trainer's peak of allocated memory"][1] == "1.5 GiB"
     assert "Plan and measurement" in render(run, 132.0)
+
+
+def test_the_plan_beside_the_measurement_has_the_network_of_the_runs_receipt(run_dir):
+    shutil.copy(MANIFEST.with_name("glm5_run.json"), run_dir / "manifest.json")
+    path = run_dir / "metrics" / "trainer.0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    manifest = RunData.load(run_dir).manifest
+    tokens = 1000 * manifest.orchestrator.rollouts_per_batch
+    write_rows(path, [row | {"num_tokens": tokens} for row in rows])
+    step_s = {rate: plan_run(manifest, 1000, rate).step_s for rate in (None, 5e9)}
+    attempts = [{"network": {"gbit_per_s": 400.0}}, {"network": {"gbit_per_s": 40.0}}]
+    whole = {"schema": 1, "run": {"id": "x"}, "stages": {"rl": {"attempts": attempts}}}
+    receipts = {"": None, "{}": None, json.dumps(whole): 5e9}
+    for text, rate in receipts.items():
+        if text:
+            (run_dir / "receipt.json").write_text(text)
+        found = {what: planned for what, planned, _ in comparison(RunData.load(run_dir))}
+        assert found["step"] == in_seconds(step_s[rate])
+    assert step_s[5e9] > 1.5 * step_s[None]
 
 
 def test_a_planning_error_is_blamed_on_no_row(run_dir, monkeypatch):

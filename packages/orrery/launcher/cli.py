@@ -178,7 +178,7 @@ def plan(
     run, site = planned(word, workspace), load_site(workspace)
     if word == run.manifest.name and (said := outdated(run, workspace)) is not None:
         print(f"warning: this plans the old run: {said}", file=sys.stderr)
-    network = site.network.gbit_per_s * 1e9 / 8 if site.network else None
+    network = site.network.bytes_per_s if site.network else None
     if as_json and search:
         raise OrreryError("--search has no JSON; leave out --json or --search")
     if as_json:

@@ -86,6 +86,7 @@ def record(
     workspace_root: Path, *, code: CodeState | None = None, software: Software | None = None,
     secrets: Iterable[str] = (), engine_restarts: Mapping[str, int] | None = None,
     endings: Mapping[str, str | None] | None = None, job_script: Facts | None = None,
+    network: Facts | None = None,
 ) -> None:  # fmt: skip
     """Record how an attempt ended.
 
@@ -111,6 +112,8 @@ def record(
     row["versions"] = host_software(in_images=bool(images)) if software is None else software
     if job_script:
         row["job_script"] = job_script
+    if network:
+        row["network"] = network
     if endings:
         row["endings"] = dict(sorted(endings.items()))
     if engine_restarts:

@@ -125,7 +125,11 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
-    gbit_per_s: PositiveFloat = 400.0  # bandwidth per device, for `orrery plan`
+    gbit_per_s: PositiveFloat = 400.0  # bandwidth per device, for `orrery plan` and reports
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.gbit_per_s * 1e9 / 8
 
 
 class Roles(Record):

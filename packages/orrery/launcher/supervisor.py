@@ -326,6 +326,7 @@ class Supervisor:
             job_script=script_facts(self.job.site.slurm, self.job.workspace.root)
             if allocation
             else None,
+            network=network.model_dump() if (network := self.job.site.network) else None,
             workspace_root=self.job.workspace.root,
             code=self.code,
             software=self.software.result() if self.software else None,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import UndefinedError
 
+from orrery.manifest.diff import RECEIPT, read_receipt
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.identity import load
 from orrery.manifest.json_file import read_object
@@ -233,6 +234,7 @@ class RunData:
     spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
+    network: float | None  # a device's bytes/s between nodes, by the site file of the RL stage
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
@@ -247,6 +249,7 @@ class RunData:
             spans=_spans(metrics_dir(run_dir)),
             result=_result(result_path(run_dir, "evaluate")),
             evaluated=_evaluated(evaluated_path(run_dir)),
+            network=_network(run_dir / RECEIPT),
         )
 
 
@@ -285,6 +288,14 @@ def without_signal(run: RunData) -> float | None:
 def _evaluated(path: Path) -> list[Row]:
     with reading(str(path)):
         return list(rows(path))
+
+
+def _network(path: Path) -> float | None:
+    try:
+        attempts = read_receipt(path)["stages"]["rl"]["attempts"]
+        return attempts[-1]["network"]["gbit_per_s"] * 1e9 / 8
+    except (OrreryError, *MALFORMED):  # an old or damaged receipt is no reason to fail
+        return None
 
 
 def _done(path: Path) -> Row:

@@ -237,7 +237,7 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
     if not tokens:
         return []
     try:
-        budget = plan_run(run.manifest, tokens)
+        budget = plan_run(run.manifest, tokens, run.network)
     except OrreryError:
         return []
     with reading("metrics/"):
