@@ -11,7 +11,7 @@ import pytest
 from orrery.manifest.budget import engine, table
 from orrery.manifest.budget.options import fitting_fields, memory_doubts, memory_misfits
 from orrery.manifest.budget.parameters import count_parameters
-from orrery.manifest.budget.run import plan_run
+from orrery.manifest.budget.run import plan_run, spread
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
 from orrery.manifest.budget.trainer_time import links, step_bytes, step_s
@@ -56,6 +56,28 @@ def test_wrong_edits_are_refused_with_remedies_that_hold():
 def test_the_flagships_step_is_planned_in_less_than_four_minutes():
     budget = plan_run(run("glm5_run"))
     assert budget.tokens["all"] == 32768 and budget.step_s < 240 < budget.longest_step_s
+    assert budget.step_s < budget.spread_step_s < 240
+    assert budget.assumptions[0].startswith("all rollouts have 32,768 tokens, their mean")
+
+
+@pytest.mark.parametrize("mean", [2, 100, 4096, 32768, 65536, 120_000, 131_072])
+def test_lengths_that_spread_keep_their_mean_and_the_greatest_length(mean):
+    found = spread(mean, 131_072, 64)
+    assert found == sorted(found) and found[0] > 0 and found[-1] <= 131_072
+    assert sum(found) / 64 == pytest.approx(mean, rel=0.01)
+    if mean == 4096:  # far below the greatest: an exponential's mean square is twice the square
+        assert sum(each * each for each in found) / 64 == pytest.approx(2 * mean**2, rel=0.1)
+
+
+def test_lengths_that_spread_cost_dense_attention_and_caches_more():
+    budget = plan_run(run("qwen3_30b_a3b_131k"))
+    assert 1.3 * budget.step_s < budget.spread_step_s < budget.longest_step_s
+
+
+def test_a_plan_of_several_turns_says_what_it_assumes_of_them():
+    said = "up to 3 turns; caches hold earlier turns, tools take no time"
+    assert said in plan_run(run("calculator")).assumptions
+    assert not any("turns" in text for text in plan_run(run("reverse_text")).assumptions)
 
 
 def test_a_cache_that_leaves_no_room_for_weights_is_refused_by_check_and_at_the_start():

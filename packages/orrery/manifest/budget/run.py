@@ -1,6 +1,7 @@
 """Plan each role's memory, the time of a step, and the bytes between roles.
 
-Memory is planned for rollouts of maximum length, time for rollouts of mean length.
+Memory is planned for rollouts of maximum length, time for rollouts of mean length. A second time
+is for lengths that spread: exponential, cut at the maximum (the distribution of largest entropy).
 
 Trainer and engines overlap, so the slower role sets the step's time. On shared devices they take
 turns.
@@ -37,6 +38,7 @@ MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
 COLUMN_BYTES = 17  # per token: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes/s of 'nccl' and 'nixl' weight updates
 UPDATE_S = 0.05  # time to pause and resume engines
+LENGTHS = 256  # quantiles of rollout lengths that spread, for engines
 FILE_BYTES = 1e9  # file bytes/s of a node
 KINDS = {  # trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
@@ -75,6 +77,7 @@ class RunBudget:
     step_s: float
     slower: str
     num_steps: int
+    spread_step_s: float  # for lengths that spread around the mean
     longest_step_s: float  # for rollouts of maximum length
     staleness: float
     update: dict[str, float]
@@ -108,6 +111,7 @@ def plan_run(
         step_s=step_s,
         slower=slower,
         num_steps=manifest.stages.rl.num_steps,
+        spread_step_s=RunPlan(manifest, tokens, network, is_spread=True).pace()[0],
         longest_step_s=RunPlan(manifest, one.longest, network).pace()[0],
         staleness=staleness,
         update=one.update(),
@@ -128,13 +132,30 @@ def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
     return plan_memory(manifest.model, trainer, load, capacity, counted)
 
 
+def spread(mean: float, longest: int, count: int) -> list[float]:
+    """Return quantiles of the exponential distribution below `longest` that has this mean."""
+    low, high = -200.5, 200.0  # the distribution's rate · longest, which is 0 at no step
+    for _ in range(60):
+        rate = (low + high) / 2
+        top = -math.expm1(-rate)
+        found = [
+            -math.log1p(-top * (number + 0.5) / count) / rate * longest for number in range(count)
+        ]
+        low, high = (rate, high) if sum(found) > mean * count else (low, rate)
+    scale = mean * count / sum(found)  # the mean of a very short or long one is out of reach
+    return [min(float(longest), scale * length) for length in found]
+
+
 class RunPlan:
+    """`is_spread`: plan lengths that spread around the mean, not rollouts of the mean length."""
+
     def __init__(
         self,
         manifest: Manifest,
         tokens: float | None = None,
         network: float | None = None,
         counted: ParameterCounts | None = None,
+        is_spread: bool = False,
     ) -> None:
         self.manifest, self.model = manifest, manifest.model
         self.trainer, self.inference = manifest.trainer, manifest.inference
@@ -144,8 +165,9 @@ class RunPlan:
         self.network = network or min(NETWORK_BYTES, self.rates.link_bytes)
         self.longest = longest = self.inference.max_model_len_tokens
         self.tokens = min(float(longest), tokens or MEAN_SHARE * longest)
-        turns = max(use.max_turns for use in manifest.tasks.train)
-        sampled = manifest.orchestrator.sampling.max_tokens_per_turn * turns
+        self.is_spread = is_spread
+        self.turns = max(use.max_turns for use in manifest.tasks.train)
+        sampled = manifest.orchestrator.sampling.max_tokens_per_turn * self.turns
         prompt = longest - sampled if sampled < longest else longest // 2
         self.prompt = prompt if self.tokens == longest else min(prompt, self.tokens / 2)
         self.batch_tokens = manifest.orchestrator.rollouts_per_batch * self.tokens
@@ -196,7 +218,12 @@ class RunPlan:
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
-        return -(-per_group // room), [int(self.tokens)] * per_group
+        return -(-per_group // room), [int(length) for length in self.lengths(per_group)]
+
+    def lengths(self, count: int) -> list[float]:
+        if self.is_spread:
+            return spread(self.tokens, self.longest, count)
+        return [self.tokens] * count
 
     @cached_property
     def trainer_s(self) -> dict[str, float]:
@@ -217,7 +244,10 @@ class RunPlan:
         decoding = inference.num_replicas - prefills
         in_flight = self.manifest.orchestrator.admission.max_in_flight / decoding
         sampled = self.tokens - self.prompt
-        load = Serving(self.prompt, sampled, in_flight)
+        answers = [max(0.0, length - self.prompt) for length in self.lengths(LENGTHS)]
+        # A longer answer is in flight for longer.
+        in_flight_sampled = sum(each * each for each in answers) / sum(answers)
+        load = Serving(self.prompt, in_flight_sampled, in_flight)
         batch = engine.batch_size(model, inference, load)
         rates, network = self.rates, self.network
         step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
@@ -381,11 +411,14 @@ class RunPlan:
     def assumptions(self) -> tuple[str, ...]:
         accelerator = self.manifest.hardware.accelerator
         said = [
-            f"rollouts of {self.tokens:,.0f} tokens on average; --tokens N plans another mean",
+            f"all rollouts have {self.tokens:,.0f} tokens, their mean; --tokens N plans another",
             f"{self.prompt:,.0f} of them are a prompt that no cache holds",
             f"rates of {accelerator}: {self.rates.source}",
             f"files at {FILE_BYTES / 1e9:g} GB/s a node",
         ]
+        if self.turns > 1:
+            turns = f"up to {self.turns} turns"
+            said.insert(2, f"{turns}; caches hold earlier turns, tools take no time")
         if self.manifest.hardware.num_nodes > 1:
             said.append(f"network of {8 * self.network / 1e9:,.0f} Gb/s a device")
         return tuple(said)

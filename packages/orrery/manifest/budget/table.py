@@ -309,6 +309,9 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         f"{engines['decode_tokens_per_s_of_a_rank']:,.0f} and prefills "
         f"{engines['prefill_tokens_per_s_of_a_rank']:,.0f} tokens/s",
     )
+    yield _line(
+        "spread lengths", f"{in_seconds(budget.spread_step_s)} a step, with exponential lengths"
+    )
     yield _line("longest rollouts only", f"{in_seconds(budget.longest_step_s)} a step")
     yield _line(
         "all steps", f"{budget.num_steps:,}, {in_seconds(budget.num_steps * budget.step_s)}"
