@@ -211,6 +211,17 @@ def test_a_site_that_joins_opens_no_grace_window_and_waits_for_the_members():
     assert found[0] == found[1] == found[2] and sorted(found[0].weights) == [10, 20, 30]
 
 
+def test_a_site_that_waits_says_how_many_have_joined(caplog):
+    caplog.set_level("INFO", "orrery.elastic.membership")
+    sites = ScriptedSites(1, RoundPace(founders=3))
+    for num_joined in (1, 2):
+        with pytest.raises(ElasticError, match="1 of 3 sites arrived in round 0"):
+            sites.sites[0].begin_round(0, 10, deadline_s=0.0)
+        sites.add(num_joined)
+    sites.rounds(1, 2, number=0)  # no log line, because all have joined
+    assert caplog.messages == [f"round 0: {num} of 3 sites have joined" for num in (1, 2)]
+
+
 def test_a_round_without_a_quorum_is_held_and_named():
     sites = ScriptedSites(3, RoundPace(founders=3, quorum=2))
     sites.play(0, 1, 2)

@@ -750,6 +750,20 @@ def test_status_of_sft_says_its_loss_and_the_newest_of_its_validation(checkout, 
     assert expected in orrery(capsys, "status", "reverse_text")[1]
 
 
+def test_status_of_an_elastic_run_names_the_members_of_its_newest_round(checkout, capsys):
+    made = job("reverse_text", "sft")
+    Status("sft", 1, "stopped", "", 1, HOST, None, 100.0, 130.0).write(made.run_dir)
+    metrics = MetricsFile(made.run_dir, "sft", "trainer", 0, 1)
+    metrics.write(10, loss=2.5)
+    assert "round" not in orrery(capsys, "status", "reverse_text")[1]
+    for number, names in enumerate((["oak", "elm", "ash"], ["oak", "ash"])):
+        metrics.write(10 * number, event="round", round=number, names=names)
+    assert "  round 1: 2 sites (oak, ash)\n" in orrery(capsys, "status", "reverse_text")[1]
+    metrics.write(20, event="round", round=2, names=["oak"])
+    metrics.close()
+    assert "  round 2: 1 site (oak)\n" in orrery(capsys, "status", "reverse_text")[1]
+
+
 def test_status_of_rl_says_how_many_rollouts_of_the_newest_batch_carry_no_signal(checkout, capsys):
     made = job("reverse_text", "rl")
     Status("rl", 2, "stopped", "", 1, HOST, None, 100.0, 130.0).write(made.run_dir)

@@ -3,6 +3,7 @@
 The log stores the sites' leases and the ledger (shared state).
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Protocol
 from orrery.elastic import ledger as rules
 from orrery.elastic.ledger import Behind, Ledger
 from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, SiteMember, Terms
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "RoundPace", "Terms"]
 
@@ -124,12 +127,16 @@ class LogMembership:
         return self._log.read().ledger.current
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        begin_s, since_s = self._log.now_s(), None
+        begin_s, since_s, num_told = self._log.now_s(), None, 0
         while True:
             view = self._change(lambda view: self._arrive(view, number, tokens))
             if (found := self._open(view, number)) is not None:
                 return found
             quorum = self._quorum(view)
+            num_joined = len(view.ledger.known & view.live)
+            if num_joined < quorum and num_joined != num_told:
+                log.info("round %d: %d of %d sites have joined", number, num_joined, quorum)
+                num_told = num_joined
             now_s = self._log.now_s()
             is_over = now_s - begin_s >= deadline_s
             if not rules.has_quorum(view.ledger, view.live, quorum):

@@ -66,6 +66,7 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         lines += _losses(run.path)
     if status.stage == "rl":
         lines += _signal(run.path, status.attempt)
+    lines += _sites(run.path, status.stage)
     if (checkpoint := newest_checkpoint(run.path)) is not None:
         lines.append(f"  newest checkpoint: step {checkpoint}")
     if waits:
@@ -124,6 +125,18 @@ def _signal(run_dir: Path, attempt: int) -> list[str]:
     num_without, num_sampled = newest["num_without_signal"], newest["num_sampled"]
     share = f"{num_without} of {num_sampled} sampled rollouts without signal"
     return [f"  batch {newest.get('step')}: {share} ({num_without / num_sampled:.0%})"]
+
+
+def _sites(run_dir: Path, stage: str) -> list[str]:
+    """Name the members of the newest round of an elastic run."""
+    newest = None
+    for row in rows(metrics_path(run_dir, "trainer.0")):
+        if (row.get("event"), row.get("stage")) == ("round", stage):
+            newest = row
+    if newest is None or not isinstance(names := newest.get("names"), list):
+        return []
+    sites = f"{len(names)} site{'s' * (len(names) != 1)}"
+    return [f"  round {newest.get('round')}: {sites} ({', '.join(map(str, names))})"]
 
 
 def _is_number(value: object) -> bool:
