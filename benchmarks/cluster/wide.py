@@ -48,10 +48,13 @@ def lose_parts(cluster: Cluster, run: Run, terminal: Terminal) -> dict[str, Any]
     wait("the engine serves again", lambda: rl_rows(run, "orchestrator.0", "engine_healthy"))
     back_s = rl_rows(run, "orchestrator.0", "engine_healthy")[0]["time_s"] - killed_s
     wait("RL trains on", lambda: steps() >= CRASH_AT)
-    attempt, done, crashed_s = run.status()["attempt"], max(run.steps()), time.time()
+    attempt, crashed_s = run.status()["attempt"], time.time()
     cluster.crash(node)
-    wait("Slurm starts the job again", lambda: run.status().get("attempt", 0) > attempt)
-    wait("RL trains again", lambda: steps() and max(run.steps()) > done)
+
+    def trains_again() -> bool:
+        return any(row["attempt"] > attempt and "loss" in row for row in run.rows("trainer.0"))
+
+    wait("RL trains again", trains_again)
     again = {role["name"]: role["node"] for role in run.status()["roles"]}
     return {
         "nodes": placed,

@@ -205,7 +205,11 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
 
 
 def test_an_engine_over_two_nodes_returns_routes_and_comes_back(cluster: Cluster, fresh):
-    """reverse_text_moe_wide has a node that prefills, two that decode, and one that trains."""
+    """reverse_text_moe_wide has a node that prefills, two that decode, and one that trains.
+
+    A killed rank of the wide engine is restarted. After the death of its node, Slurm starts the job
+    again with the fifth node. `benchmarks/cluster/wide.py` trains on from there.
+    """
     run = fresh("reverse_text_moe_wide")
     terminal = run.start()
 
@@ -224,7 +228,17 @@ def test_an_engine_over_two_nodes_returns_routes_and_comes_back(cluster: Cluster
     wait("the engine serves again", lambda: "engine_healthy" in events())
     before = len(trained())
     wait("RL trains on", lambda: len(trained()) > before + 1)
-    assert not any(row.get("routes_missing") for row in trained())
+    attempt, lost = run.status()["attempt"], nodes["headless.0"]
+    cluster.crash(lost)
+    wait(
+        "the job runs again",
+        lambda: run.status().get("attempt", 0) > attempt and run.status().get("roles"),
+    )
+    again = {role["name"]: role["node"] for role in run.status()["roles"]}
+    assert again.keys() == nodes.keys() and lost not in again.values()
+    assert again["inference.1"] != again["headless.0"]
+    said = (run.path / "logs" / "launcher.0.log").read_text()
+    assert re.search(rf"started again by Slurm .*: {lost} was lost, which held headless\.0; ", said)
     terminal.interrupt()
     assert terminal.wait(60) != 0
 
