@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from orrery.elastic.etcd_log import (
 from orrery.elastic.etcd_site import Change, EtcdServer, EtcdSite, next_change
 from orrery.elastic.membership import RoundPace
 from orrery.elastic.types import ElasticError
+from orrery.runtime.timing import HAND_OVER_S
 
 A, B, C, D, E, F = "a", "b", "c", "d", "e", "f"
 
@@ -90,6 +92,23 @@ def test_the_first_site_leaves_its_log_to_another_and_returns_to_it(tmp_path):
         sites.go_on(0, 1)
         assert len(sites.of(1, "round")[-1]["members"]) == 2
         assert sites.forks() == [] and not sites.of(1, "fenced")
+
+
+@pytest.mark.slow
+def test_sites_leave_soon_after_another_coordinator_died(tmp_path):
+    with StoreSites(tmp_path, 3, dead_s=7.0, heartbeat_s=0.5) as sites:
+        for index in range(3):
+            sites.start(index)
+        sites.until_voters(3)
+        sites.go_on(0, 1, 2)
+        sites.processes[0].kill()
+        begin_s = time.monotonic()
+        sites.go_on(1, 2)
+        for process in sites.processes[1:]:  # as at the end of a run
+            process.send_signal(signal.SIGINT)
+        for process in sites.processes[1:]:
+            process.wait(60)
+        assert time.monotonic() - begin_s < 0.8 * HAND_OVER_S
 
 
 @pytest.mark.slow

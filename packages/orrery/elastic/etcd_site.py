@@ -1,7 +1,8 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - Sites with a listener become coordinators one at a time, up to an odd number of at most
-  `coordinators`. A coordinator whose site has no lease for REMOVE_S is replaced.
+  `coordinators`. A coordinator whose site has no lease for REMOVE_S is replaced. A site that leaves
+  removes it at once if etcd needs that.
 - All sites compute the same changes from etcd's data, so they need no leader.
 """
 
@@ -225,13 +226,27 @@ class EtcdSite:
                 members = self._members()
                 if self._name not in members:
                     return True
-                if _voters(members) - {self._name}:
-                    self._remove(members[self._name])
+                if voters := _voters(members) - {self._name}:
+                    try:
+                        self._remove(members[self._name])
+                    except (ElasticError, EtcdRefused):
+                        self._remove_dead(members, voters)
+                        raise
                     return True
                 if not self._live() - {self._name}:
                     return False
             time.sleep(self._heartbeat_s / 4)
         return False
+
+    def _remove_dead(self, members: Mapping[str, tuple[str, bool]], voters: Set[str]) -> None:
+        """Remove coordinators without a live site.
+
+        Otherwise, etcd keeps the own one, for its majority. It also keeps running coordinators of
+        other sites that leave.
+        """
+        for name in sorted(voters - self._live()):
+            with suppress(ElasticError, EtcdRefused):
+                self._remove(members[name])
 
     def _live(self) -> set[str]:
         return {each.coordinator for each in self.log.services(self._heartbeat_s)} - {""}
