@@ -8,7 +8,7 @@
   engines should hold, before and after an update. Cached blocks and routes are also counted.
 - Dynamo listens on every interface, so everything runs in a network namespace, as root.
 
-    pip install --no-deps --target SITE ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 \\
+    uv pip install --no-deps --target SITE ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 \\
         redis zstandard blake3
     unshare --net sh -c \\
         'ip link set lo up && python benchmarks/inference/dynamo_router.py --site SITE'
@@ -26,6 +26,7 @@ import types
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,10 @@ def worker_arguments(manifest: Manifest, folder: Path, index: int) -> list[str]:
 @contextmanager
 def dynamo(site: Path, manifest: Manifest, folder: Path) -> Iterator[None]:
     """Run the frontend and the engines."""
+    paths = filter(None, [str(site), os.environ.get("PYTHONPATH")])
     variables = {
-        "PYTHONPATH": str(site), "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": f"{folder}/found",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": f"{folder}/found",
         "DYN_LOG": "warn", "DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1",
         "DYN_ENABLE_RL": "1", "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
         "ORRERY_INTERFACE": "lo",
@@ -249,6 +252,11 @@ def measure(manifest: Manifest, folder: Path) -> dict[str, Any]:
     }
 
 
+def versions(site: Path) -> dict[str, str]:
+    found = metadata.distributions(path=[str(site)])
+    return {each.name: each.version for each in found if each.name.startswith("ai-dynamo")}
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--site", type=Path, help="folder with Dynamo's packages")
@@ -271,7 +279,7 @@ def main() -> None:
         unit="nat",
         goal=GOAL,
         better="lower",
-        details=found | {"dynamo": "1.6.1"},
+        details=found | versions(args.site),
     )
 
 
