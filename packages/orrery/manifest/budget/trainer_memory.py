@@ -361,10 +361,10 @@ class _StepPlan:
         self.blocks = _activation_bytes_of_blocks(model, trainer)
         self.always = self.weights(), self.states()
         self.kept_before = [0, *accumulate(block.kept for block in self.blocks)]
-        sizes = [self.gathered(unit) for unit in (counted.before, *counted.layers)]
-        self.gathered_until = list(accumulate(sizes))
+        early = counted.before, *counted.layers
+        self.gathered_until = list(accumulate(map(self.gathered, early)))
         if trainer.fsdp.reshard_after_forward:
-            self.gathered_until = sizes
+            self.gathered_until = list(map(self.prefetched, early))
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """Yield (moment, bytes by category), from the LM head to the optimizer."""
@@ -389,7 +389,7 @@ class _StepPlan:
         for layer in reversed(range(len(layers))):
             unit = layers[layer]
             waiting += self.reduced_gradient(done) - self.earlier_gradient(done)
-            gradients = waiting + self.own(unit)
+            gradients = waiting + self.during_backward(unit)
             gradients += self.own(head) if head is root else 0
             backward = self.tokens * self.blocks[layer].backward
             yield (
@@ -486,11 +486,27 @@ class _StepPlan:
     def gathered(self, unit: UnitParameters) -> int:
         return self.c * unit.gathered(self.ep) if self.is_sharded else 0
 
+    def prefetched(self, unit: UnitParameters) -> int:
+        """Return the bytes of a gather ahead of use. A single shard is not gathered, only cast."""
+        if not self.is_sharded or self.shards == 1:
+            return 0
+        experts = (unit.trained_experts + unit.frozen_experts) // self.ep
+        alone = self.shards == self.ep > 1
+        return self.c * (unit.gathered(self.ep) - (experts if alone else 0))
+
     def gathered_before(self, layer: int) -> int:
         return self.gathered(self.counted.root) + self.gathered_until[layer]
 
     def own(self, unit: UnitParameters) -> int:
-        return (self.c if self.is_sharded else self.p) * unit.gathered_trained(self.ep)
+        width = self.c if self.is_sharded or self.trainer.has_compute_copies else self.p
+        return width * unit.gathered_trained(self.ep)
+
+    def during_backward(self, unit: UnitParameters) -> int:
+        """Return the bytes of a block's gradients. A compute copy's moves when it is complete."""
+        if not self.trainer.has_compute_copies:
+            return self.own(unit)
+        moved = self.reduced_gradient(unit) - self.earlier_gradient(unit)
+        return moved + self.c * min(unit.trained, self.counted.largest_in_a_layer)
 
     def reducing(self, unit: UnitParameters) -> int:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
