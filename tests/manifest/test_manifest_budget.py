@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from orrery.manifest.budget import engine, table
+from orrery.manifest.budget.activations import sparse_backward_bytes
 from orrery.manifest.budget.options import fitting_fields, memory_doubts, memory_misfits
 from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.run import plan_run, spread
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
-from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
+from orrery.manifest.budget.trainer_memory import Workload, plan_memory
 from orrery.manifest.budget.trainer_time import links, step_bytes, step_s
 from orrery.manifest.check import with_values
 from orrery.manifest.devices import DEVICES, SPARSE_PAIRS, rates_of, usable_bytes

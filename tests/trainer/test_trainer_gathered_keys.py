@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import MEMORY, manifest
 
 from orrery.kernels.attention import Documents
+from orrery.manifest.budget.activations import activation_bytes
 from orrery.manifest.budget.parameters import hardware_flops
-from orrery.manifest.budget.trainer_memory import activation_bytes
 from orrery.models.causal_lm import TransformerBlock
 from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import rotary_angles

@@ -23,10 +23,10 @@ from trainer_cases import MEMORY, MODULES, manifest
 
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
+from orrery.manifest.budget.activations import activation_bytes
 from orrery.manifest.budget.options import choose_options, format_value, memory_options
 from orrery.manifest.budget.trainer_memory import (
     Workload,
-    activation_bytes,
     plan_memory,
     stage_workload,
     state_rooms,
@@ -169,7 +169,7 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
         else resting_bytes(found)
     )
     assert counted / GIB == pytest.approx(resting, rel=2e-3)
-    # The largest errors are −6.6 % (all recomputed on four devices) and +7.5 % (adapters).
+    # The largest errors are −7.0 % (all recomputed on four devices) and +3.1 % (adapters).
     assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.1)
 
 
@@ -182,14 +182,8 @@ OPTIONS = [
 ]
 
 
-# The fullest moment is a block's backward pass (+0.9 %), or ranks exchange (up to 1.1 %).
-ROUGH = {
-    "lm_head_chunk_tokens 1024",
-    "ep 2",
-    "cp 2, ring",
-    "ep 2 and cp 2, ring",
-    "activation_offload beside full, ep 2",
-}
+# The fullest moment is a block's backward pass (+0.2 %), or ranks exchange keys (−1.1 %).
+ROUGH = {"lm_head_chunk_tokens 1024", "cp 2, ring", "ep 2 and cp 2, ring"}
 
 
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: row["variant"])
@@ -565,10 +559,10 @@ def test_spread_experts_are_gathered_in_part():
         plan_memory(model, one, load, H200_BYTES, counted).moments["block 9, backward"]
         for one in (trainer, spread)
     )
-    # Two layers, bfloat16.
-    assert (
-        whole["gathered weights"] - part["gathered weights"]
-        == 2 * 2 * layer.trained_experts * 3 // 4
+    # Bfloat16. A layer's own experts are cast, but not those of the layer before.
+    shares = 3 / 4, 1
+    assert whole["gathered weights"] - part["gathered weights"] == sum(
+        2 * share * layer.trained_experts for share in shares
     )
     assert whole["weights"] == part["weights"]
 
@@ -1025,4 +1019,4 @@ def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
         "trainer.fsdp.cpu_offload",
     }
     # As docs/trainer.md says.
-    assert [round(one.peak_bytes / GIB) for one in (before, after)] == [104, 33]
+    assert [round(one.peak_bytes / GIB) for one in (before, after)] == [104, 32]

@@ -8,6 +8,7 @@ Exposed time is not hidden by computation. Constants are fitted to profiled step
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orrery.manifest.budget.activations import activation_bytes
 from orrery.manifest.budget.parameters import (
     ParameterCounts,
     attends_sparsely,
@@ -17,7 +18,7 @@ from orrery.manifest.budget.parameters import (
     indexers,
     is_sparse,
 )
-from orrery.manifest.budget.trainer_memory import activation_bytes, state_rooms
+from orrery.manifest.budget.trainer_memory import state_rooms
 from orrery.manifest.devices import Rates
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
