@@ -1,6 +1,7 @@
 """Test the plan of memory and time: refusals with remedies, measured engines, the table."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,13 @@ from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.run import plan_run, spread
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory
-from orrery.manifest.budget.trainer_time import links, step_bytes, step_s
+from orrery.manifest.budget.trainer_time import (
+    COLLECTIVES_SHARE,
+    Links,
+    links,
+    step_bytes,
+    step_s,
+)
 from orrery.manifest.check import with_values
 from orrery.manifest.devices import DEVICES, SPARSE_PAIRS, rates_of, usable_bytes
 from orrery.manifest.errors import OrreryError
@@ -202,6 +209,53 @@ def test_replicas_prefill_engines_and_a_slow_network_cost_time():
     )
     (first, *_) = trainer_layouts(run("glm5_run"), None, 5e9)
     assert first.seconds > trainer_layouts(run("glm5_run"), None, 50e9)[0].seconds
+
+
+def test_collectives_beside_kernels_slow_them():
+    manifest, rates = run("qwen3_4b_16k"), rates_of("h200")
+    model, trainer = manifest.model, manifest.trainer
+    link = links(trainer, rates, 8, 5e10)
+    beside, alone = (
+        step_s(model, trainer, 2, [16384, 16384], rates, each)
+        for each in (link, Links(*5 * (math.inf,)))
+    )
+    assert beside["communication"] == 0 < beside["communication in all"]
+    share = COLLECTIVES_SHARE * beside["communication in all"]
+    kernels = ("dense products", "attention", "lm head", "elementwise", "sharding copies")
+    before, after = (sum(one[kind] for kind in kernels) for one in (alone, beside))
+    assert after == pytest.approx(before + share)
+
+
+def test_adapters_of_experts_cost_time_beside_their_products():
+    manifest, rates = run("qwen3_30b_a3b_lora_16k"), rates_of("h200")
+    model, alone = manifest.model, Links(*5 * (math.inf,))
+    few, both = (
+        step_s(
+            model,
+            manifest.trainer.model_copy(
+                update={"lora": manifest.trainer.lora.model_copy(update={"targets": targets})}
+            ),
+            1,
+            [16384],
+            rates,
+            alone,
+        )["grouped products"]
+        for targets in (("attention",), ("attention", "experts"))
+    )
+    # Rows of gate, up and down projections: four times as many bytes as their inputs and outputs.
+    moe = model.mixture
+    width = 2 * model.hidden_size + 3 * moe.expert_intermediate_size
+    rows = 16384 * model.num_layers * moe.num_experts_per_token
+    assert both - few == pytest.approx(2 * 4 * rows * width / rates.memory_bytes)
+
+
+def test_offloaded_state_waits_without_copies_beside_the_passes():
+    manifest, rates = run("qwen3_30b_a3b_16k_offload"), rates_of("h200")
+    beside, after = (
+        step_s(manifest.model, manifest.trainer, 2, [16384] * 2, rates, streams_state=streams)
+        for streams in (True, False)
+    )
+    assert beside["optimizer"] < after["optimizer"]
 
 
 def test_a_prefill_engine_whose_plan_exceeds_the_device_gets_a_note():

@@ -12,6 +12,7 @@ from orrery.manifest.budget.activations import activation_bytes
 from orrery.manifest.budget.parameters import (
     ParameterCounts,
     attends_sparsely,
+    attention_forward,
     block_weights,
     count_parameters,
     hardware_flops,
@@ -24,16 +25,19 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
+# Share of kernels' rates that collectives take: 16 of 132 multiprocessors, and memory bandwidth
+COLLECTIVES_SHARE = 0.2
 LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
 IDLE_SHARE = 0.015  # idle share of a step
 EAGER = 2.5  # bytes of elementwise operations: eager / compiled
 FORWARD_SHARE = 0.3  # the forward pass's share of computation
-BOTH_WAYS = 0.75  # share of the host link's rate that each direction has if both are busy
+BOTH_WAYS = 0.85  # share of the host link's rate that each direction has if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 MUON_SHARE = 0.7  # share of the dense rate that Newton-Schulz products reach
-# Shares from benchmarks/trainer/context_rank.json and glm5_rank.json
-SPARSE_SHARE = 0.47  # share of the dense rate that sparse attention's passes reach together
-INDEXER_SHARE = 0.68  # share of the dense rate that an indexer's scores and choice reach
+# Shares of the dense rate, from benchmarks/trainer/context_rank.json and glm5_rank.json
+SPARSE_FORWARD_SHARE = 0.75
+SPARSE_BACKWARD_SHARE = 0.41
+INDEXER_SHARE = 0.89  # scores in FP8, and the choice of keys
 FP8_EXPERTS_SHARE = 0.6  # share of the FP8 rate that experts reach, quantization included
 EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for token counts
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
@@ -78,12 +82,14 @@ def step_s(
     link: Links | None = None,
     counted: ParameterCounts | None = None,
     device_bytes: int = 0,
+    streams_state: bool = True,
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
     "communication" is exposed time only. The sum excludes "communication in all".
 
     `lengths`: tokens of each document of a context-parallel group.
+    `streams_state`: whether offloaded state is also copied beside the passes.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -93,23 +99,28 @@ def step_s(
     if trainer.needs_fsdp:
         sharding = micro_batches * _sharding_bytes(trainer, counted)
     seconds["sharding copies"] = sharding / (SHARDING_SHARE * rates.memory_bytes)
-    seconds["copies"] = _offload_s(model, trainer, tokens, sum(seconds.values()), rates)
+    seconds["copies"] = _offload_s(model, trainer, tokens, seconds, rates)
     if trainer.fsdp.cpu_offload:
         seconds["copies"] += _cpu_offload_s(trainer, counted, micro_batches, rates)
     computing = sum(seconds.values())
     in_all, exposed = _communication(
         model, trainer, counted, micro_batches, tokens, computing, link
     )
+    slower = 1 + COLLECTIVES_SHARE * (in_all - exposed) / max(computing, 1e-9)
+    seconds = {kind: s * (1 if kind == "copies" else slower) for kind, s in seconds.items()}
     computing_s, num_states, exchange_s = 0.0, 0.0, 0.0
     trained = sum(unit.trained for unit in counted.units) / (mesh.dp_shard * mesh.cp)
     if trained:
         computing_s, num_states, exchange_s = _optimizer_s(model, trainer, trained, rates, link)
     offloaded_s = 0.0
     if num_states and trainer.memory.optimizer_offload:
-        rooms = state_rooms(model, trainer, micro_batches, device_bytes, counted)
+        room = 0
+        if streams_state:
+            rooms = state_rooms(model, trainer, micro_batches, device_bytes, counted)
+            room = rooms.arriving[0]
         window = computing / micro_batches, micro_batches > 1
         num_bytes = 4 * num_states * (1 - trainer.memory.optimizer_offload_resident)
-        offloaded_s = _state_copies_s(num_bytes, rooms.arriving[0], *window, rates)
+        offloaded_s = _state_copies_s(num_bytes, room, *window, rates)
     seconds["optimizer"] = computing_s + offloaded_s
     exposed += exchange_s
     busy = sum(seconds.values()) + exposed
@@ -130,21 +141,58 @@ def _computation(
     model: Model, trainer: Trainer, lengths: Sequence[int], rates: Rates
 ) -> dict[str, float]:
     cp, work = trainer.mesh.cp, hardware_flops(model, trainer, lengths)
-    tokens, mean = sum(lengths) / cp, sum(n * n for n in lengths) / max(1, sum(lengths))
-    attention = rates.attention_flops * mean / (mean + rates.attention_half_tokens)
-    if attends_sparsely(model, lengths, cp):
-        attention = SPARSE_SHARE * rates.dense_flops
+    tokens = sum(lengths) / cp
     scores = indexers(model, lengths)
+    attention_s = _attention_s(model, work.attention - scores, lengths, cp, rates) / cp
     head_bytes = 4 * tokens * model.vocab_size
     elementwise = tokens * model.num_layers * _elementwise_bytes(model, trainer)
+    adapters, routed = (
+        tokens * each / rates.memory_bytes for each in _adapter_bytes(model, trainer)
+    )
     return {
-        "dense products": work.projections / cp / _dense_flops(model, rates),
-        "grouped products": work.experts / cp / _grouped_flops(model, rates),
-        "attention": (work.attention - scores) / cp / attention
-        + scores / cp / (INDEXER_SHARE * rates.dense_flops),
+        "dense products": work.projections / cp / _dense_flops(model, rates) + adapters,
+        "grouped products": work.experts / cp / _grouped_flops(model, rates) + routed,
+        "attention": attention_s + scores / cp / (INDEXER_SHARE * rates.dense_flops),
         "lm head": work.lm_head / cp / rates.dense_flops + head_bytes / rates.memory_bytes,
         "elementwise": elementwise * (1 if trainer.compile else EAGER) / rates.memory_bytes,
     }
+
+
+def _attention_s(
+    model: Model, operations: float, lengths: Sequence[int], cp: int, rates: Rates
+) -> float:
+    """Return the seconds of `operations`, a backward pass's and one or more forward passes'."""
+    if not attends_sparsely(model, lengths, cp):
+        mean = sum(n * n for n in lengths) / max(1, sum(lengths))
+        return operations / rates.attention_flops * (1 + rates.attention_half_tokens / max(1, mean))
+    backward = 2.5 * attention_forward(model, lengths, cp)  # 5 products, and 2 forward
+    forward_s = (operations - backward) / (SPARSE_FORWARD_SHARE * rates.dense_flops)
+    return forward_s + backward / (SPARSE_BACKWARD_SHARE * rates.dense_flops)
+
+
+def _adapter_bytes(model: Model, trainer: Trainer) -> tuple[float, float]:
+    """Return the bytes per token of products with adapters: (outside experts, in experts).
+
+    Adapters are so narrow that memory limits their products. A forward pass reads the inputs, and
+    adds to the outputs. A backward pass reads the outputs' gradients twice and the inputs once, and
+    adds to the inputs' gradients.
+    """
+    found = [0.0, 0.0]
+    if trainer.lora is None:
+        return 0.0, 0.0
+    for layer in range(model.num_layers):
+        for weight in block_weights(model, layer):
+            if weight.part not in trainer.lora.targets:
+                continue
+            outputs, inputs = weight.shape[-2:]
+            is_expert = weight.part == "experts"
+            kept = "experts" if is_expert else "projections"
+            values = 4 * (inputs + outputs)
+            if trainer.memory.checkpoints(layer) and kept not in trainer.kept:
+                values += inputs + 2 * outputs
+            rows = model.mixture.num_experts_per_token if is_expert else 1
+            found[is_expert] += rows * DTYPE_BYTES[trainer.compute_dtype] * values
+    return found[0], found[1]
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
@@ -180,16 +228,23 @@ def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
 
 
 def _offload_s(
-    model: Model, trainer: Trainer, tokens: float, computing: float, rates: Rates
+    model: Model, trainer: Trainer, tokens: float, seconds: dict[str, float], rates: Rates
 ) -> float:
-    """Return the exposed seconds of activation offload."""
+    """Return the exposed seconds of activation offload.
+
+    The forward pass hides copies to the host. A block's backward pass hides copies of the blocks
+    before it. The blocks that are still on their way to the host then stay on the device.
+    """
     if not trainer.memory.activation_offload:
         return 0.0
-    blocks = range(model.num_layers - 1)
-    kept = sum(activation_bytes(model, trainer, layer).kept for layer in blocks)
-    one_way = tokens * kept / rates.host_link_bytes
-    forward = FORWARD_SHARE * computing
-    return max(0.0, one_way - forward) + max(0.0, one_way - (computing - forward))
+    layers = range(model.num_layers - 1)
+    kept = [activation_bytes(model, trainer, layer).kept for layer in layers]
+    back = kept[: max(0, len(kept) - trainer.memory.activation_offload_max_in_flight)]
+    computing = sum(seconds.values())
+    backward = (1 - FORWARD_SHARE) * (computing - seconds["lm head"])
+    beside_s = backward * len(back) / model.num_layers
+    outward_s, inward_s = (tokens * sum(one) / rates.host_link_bytes for one in (kept, back))
+    return max(0.0, outward_s - FORWARD_SHARE * computing) + max(0.0, inward_s - beside_s)
 
 
 def _cpu_offload_s(
