@@ -76,6 +76,7 @@ def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
         "measured_bytes": bench["peak_allocated_bytes"],
         "planned_s": parts["step"],
         "measured_s": bench["step_s"],
+        "allocation_retries": bench["num_allocation_retries"],  # each stops the device
         "planned_parts_s": parts,
     }
 
