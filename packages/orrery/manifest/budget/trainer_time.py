@@ -36,7 +36,7 @@ QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context para
 MUON_SHARE = 0.7  # share of the dense rate that Newton-Schulz products reach
 # Shares of the dense rate, from benchmarks/trainer/context_rank.json and glm5_rank.json
 SPARSE_FORWARD_SHARE = 0.75
-SPARSE_BACKWARD_SHARE = 0.41
+SPARSE_BACKWARD_SHARE = 0.5
 INDEXER_SHARE = 0.89  # scores in FP8, and the choice of keys
 FP8_EXPERTS_SHARE = 0.6  # share of the FP8 rate that experts reach, quantization included
 EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for token counts
