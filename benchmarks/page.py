@@ -168,6 +168,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
                 "inference/choice",
                 "Prompt tokens that prefill ranks have cached, chosen by cost, CPU",
             ),
+            Line(
+                "inference/dynamo_router",
+                "Log-probs through Dynamo's router, difference from the trainer's network, CPU",
+            ),
         ],
     ),
     "Weights and the wires": (
