@@ -130,12 +130,12 @@ def test_an_engine_over_two_nodes_serves_updates_in_flight_and_comes_back_whole(
 
     async def update_in_flight(fleet):
         await agree(fleet, first, -1)
-        long = {"max_tokens": 400, "ignore_eos": True}
+        long = {"max_tokens": 160, "ignore_eos": True}
         flights = await in_flight(fleet, *[lambda part: sample(fleet, part, **long)] * 4)
         report = await fleet.update(await asyncio.to_thread(publish, 1, second))
         assert report.version == 1 and len(await fleet.engines[0]._ask_workers("attested")) == 4
         for flight in await asyncio.gather(*flights):
-            assert len(flight.token_ids) == 400 and set(flight.versions.tolist()) == {-1, 1}
+            assert len(flight.token_ids) == 160 and set(flight.versions.tolist()) == {-1, 1}
         await agree(fleet, second, 1)
         for turn in range(2):  # each rank caches the sessions that it has served
             for session in range(6):

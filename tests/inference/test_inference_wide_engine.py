@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 
 PROMPT = [3, 4, 5, 6, 7, 8]
 NUM_WORKERS = 4
-FLIGHT_TOKENS = 700
+FLIGHT_TOKENS = 200
 TOLERANCE = 1e-4  # as for an engine of one worker
 
 
