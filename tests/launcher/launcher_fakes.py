@@ -84,6 +84,9 @@ def be_a_role() -> None:
                         file.write(f"{child.pid}\n")
             elif act == "ignore SIGTERM":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            elif act == "ignore SIGTERM once":
+                if not ctx.incarnation:
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
             elif act == "shm":
                 Path(f"/dev/shm/{memory_prefix(ctx.run_dir)}{ctx.attempt}").mkdir()
             elif act == "caches":

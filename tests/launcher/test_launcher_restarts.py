@@ -201,7 +201,7 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_the_next_one
     run_dir,
 ):
     roles = (
-        ("inference", ["ignore SIGTERM", "endpoint", "ready", "serve"]),
+        ("inference", ["ignore SIGTERM once", "endpoint", "ready", "serve"]),
         ("trainer", ["ready", "until asked"]),
     )
     launcher = launch(run_dir, *roles, restarts=1)

@@ -480,17 +480,18 @@ def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(
         )
         for folder in (run_dir, other_run_dir)
     }
+    pids = {folder: ready(folder, "orchestrator.0")["orchestrator.0"] for folder in launchers}
+
+    def turns() -> list[int]:
+        files = [folder / "stages/rl/health/orchestrator.0.json" for folder in launchers]
+        beats = [json.loads(text(file))["loop_beats"] for file in files]
+        return [beat["count"] if beat else 0 for beat in beats]
+
+    wait_for(lambda: all(turns()), 30)
+    turned = turns()
+    wait_for(lambda: all(now > then + 2 for now, then in zip(turns(), turned, strict=True)), 30)
     begun_s = {}
-    for folder in launchers:
-        pid = ready(folder, "orchestrator.0")["orchestrator.0"]
-        file = folder / "stages/rl/health/orchestrator.0.json"
-        turned = wait_for(lambda file=file: json.loads(text(file))["loop_beats"], 30)["count"]
-        wait_for(
-            lambda file=file, turned=turned: (
-                json.loads(text(file))["loop_beats"]["count"] > turned + 2
-            ),
-            30,
-        )
+    for folder, pid in pids.items():
         begun_s[folder] = time.monotonic()
         if folder == run_dir:
             (folder / "go").touch()
