@@ -216,7 +216,7 @@ def small(name: str) -> Manifest:
 
 def test_second_turns_find_in_host_memory_and_on_disk_what_has_left_the_device(tmp_path):
     content = json.loads((ROOT / "manifests" / "calculator_kv_tiers.json").read_text())
-    content["stages"]["rl"] |= {"num_steps": 2}
+    content["stages"]["rl"] |= {"num_steps": 1}
     spec = Manifest.model_validate(content)
     folder = play(tmp_path, spec, stages=("init", "sft", "rl"))
     (tokens,) = found_outside(folder, spec)
