@@ -63,7 +63,7 @@ class Executor(RemoteExecutor):
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # job id → time when its state became lost or unknown
-        # Slurm jobs to cancel. Snakemake's `active_jobs` is empty while it checks their states.
+        # Slurm jobs to cancel. `active_jobs` cannot serve, because it is empty during state checks.
         self._going: list[str] = []
 
     def run_job(self, job: JobExecutorInterface) -> None:
@@ -97,7 +97,7 @@ class Executor(RemoteExecutor):
     def _submit(
         self, run_dir: Path, stage: str, command: list[str], script: str | None = None
     ) -> queue.SlurmJob:
-        """Return the stage's job from an earlier Snakemake process, or submit one.
+        """Return the stage's job that an earlier Snakemake process submitted, or submit one.
 
         Retry if Slurm's controller does not answer.
         """

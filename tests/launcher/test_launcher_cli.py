@@ -197,9 +197,9 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         (("report", "reverse_text"), "not started"),
         (("report", "--summary", "reverse_text"), ": no report yet"),
         (("export", "reverse_text"), "not started"),
-        (("serve", "reverse_text"), "no weights of RL yet; type `snakemake"),
+        (("serve", "reverse_text"), "RL has not written weights yet; type `snakemake"),
         (("serve", "reverse_tex"), "did you mean 'reverse_text'?"),
-        (("bench",), "bench: no figure. Type"),
+        (("bench",), "bench: no figure is named. Type"),
         (("bench", "a/b"), "not a known figure"),
         (("join", "elastic_text", "10.0.0.1:1", "--shard", "99"), "Type a shard from 0 to"),
     ],
@@ -428,7 +428,7 @@ def test_a_plan_ends_with_memory_and_time_over_the_sites_network(checkout, capsy
     code, out, _ = orrery(capsys, "plan", "smollm2_demo", "--search")
     assert code == 0 and out.count("the fastest layouts that fit:\n  1. ") == 2
     code, _, err = orrery(capsys, "plan", "smollm2_demo", "--search", "--json")
-    assert code == 2 and "--search has no JSON; leave out --json or --search" in err
+    assert code == 2 and "--search cannot print JSON; leave out --json or --search" in err
     code, _, err = orrery(capsys, "plan", "reverse_text", "--search")
     assert code == 2 and err.startswith("error: hardware.accelerator 'cpu': ")
 
@@ -611,7 +611,7 @@ def test_the_table_of_benchmarks_holds_values_against_goals(checkout, capsys):
         ("pipeline/both", "one side"): None, ("pipeline/both", "the other"): None,
     }  # fmt: skip
     (folder / "bad.json").write_text("{}")
-    assert "bad.json: not a benchmark's record" in orrery(capsys, "bench", "--table")[2]
+    assert "bad.json: is not a benchmark record" in orrery(capsys, "bench", "--table")[2]
 
 
 def test_every_checked_in_record_with_a_goal_is_judged_by_its_own_value_and_unit():

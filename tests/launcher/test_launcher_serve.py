@@ -36,12 +36,12 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_run_serves_its_result_else_the_newest_exported_step(run):
-    with pytest.raises(OrreryError, match="no weights of RL yet; type `make demo` to train it"):
+    with pytest.raises(OrreryError, match="not written weights yet; type `make demo` to train it"):
         serve.folder_of("one", None)
     checkpoint = run.path / "checkpoints" / "step_3.attempt_1"
     checkpoint.mkdir(parents=True)
     (checkpoint / "COMPLETE").touch()
-    with pytest.raises(OrreryError, match="no weights of RL yet; type `orrery export one`"):
+    with pytest.raises(OrreryError, match="not written weights yet; type `orrery export one`"):
         serve.folder_of("one", None)
     assert "`orrery export one`" in serve.summary_line("one", run)
     for name in ("step_9", "step_10", "step_11.partial", "sft"):
@@ -67,8 +67,8 @@ def test_a_folder_is_served_wherever_it_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("parts", "config", "sentence"),
     [
-        ({"config": False}, None, "no config.json, so no Hugging Face folder"),
-        ({"weights": False}, None, "no model.safetensors, hence no weights"),
+        ({"config": False}, None, "has no config.json, so it is no Hugging Face folder"),
+        ({"weights": False}, None, "has no safetensors file, hence no weights"),
         ({}, {"peft_type": "LORA"}, "no architectures"),
         ({}, [], "config.json"),
     ],

@@ -48,7 +48,7 @@ def figures(root: Path) -> list[Figure]:
             found += _figures(json.loads(path.read_text()), path.relative_to(root).with_suffix(""))
         except (ValueError, KeyError, AttributeError) as error:
             raise OrreryError(
-                f"{path}: not a benchmark's record ({error!r}). Type `git restore {path}`"
+                f"{path}: is not a benchmark record ({error!r}). Type `git restore {path}`"
             ) from None
     return found
 

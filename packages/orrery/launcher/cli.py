@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # maximum wait after a requeue until Slurm ends this process
+REQUEUED_S = 600  # maximum wait for Slurm to end this process after a requeue
 
 app = typer.Typer(
     name="orrery",
@@ -98,7 +98,7 @@ def join(
     """Train at this site, as part of a run over several sites.
 
     With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and
-    others run `orrery lend`.
+    the others lend engines (`orrery lend`).
     """
     from orrery.launcher.runs import check_shard, place_site
 
@@ -180,7 +180,7 @@ def plan(
         print(f"warning: this plans the old run: {said}", file=sys.stderr)
     network = site.network.bytes_per_s if site.network else None
     if as_json and search:
-        raise OrreryError("--search has no JSON; leave out --json or --search")
+        raise OrreryError("--search cannot print JSON; leave out --json or --search")
     if as_json:
         print(json.dumps(plan_run(run.manifest, tokens, network).as_json(), indent=2))
         return
@@ -323,7 +323,8 @@ def restore(
     found = find(word, workspace)
     if not (target := load_site(workspace).roles.checkpoint_target):
         raise OrreryError(
-            "[roles] checkpoint_target: missing in the site file; set it to the copies' folder"
+            "[roles] checkpoint_target: missing in the site file; set it to the URL of the "
+            "checkpoint copies"
         )
     begin(found.path)
     argv = [sys.executable, "-m", "orrery.trainer.uploader", "restore", target]
@@ -339,7 +340,7 @@ def report(
     word: RunWord,
     summary: Annotated[bool, typer.Option("--summary", help=SUMMARY_HELP)] = False,
 ) -> None:
-    """Write a run's report, finished or not, and print its path."""
+    """Write the report of a run, even if unfinished, and print its path."""
     import subprocess
 
     from orrery.launcher.runs import find, members, read_status, resume_command
@@ -362,7 +363,9 @@ def report(
     found = find(word)
     last = read_status(found.path)
     if last is None:
-        raise OrreryError(f"{found.path.name}: not started. Type `{resume_command(found, 'init')}`")
+        raise OrreryError(
+            f"{found.path.name}: has not started. Type `{resume_command(found, 'init')}`"
+        )
     argv = [sys.executable, "-m", "orrery.observe.report", "--run-dir", str(found.path)]
     argv += ["--stage", "report", "--attempt", str(last.attempt)]
     code = subprocess.run(argv).returncode
@@ -396,7 +399,9 @@ def export(
     workspace = find_workspace()
     found = find(word, workspace)
     if not (found.path / MANIFEST).exists():
-        raise OrreryError(f"{found.path.name}: not started. Type `{resume_command(found, 'init')}`")
+        raise OrreryError(
+            f"{found.path.name}: has not started. Type `{resume_command(found, 'init')}`"
+        )
     raise typer.Exit(write_export(found, stage, step, to, workspace, load_site(workspace)))
 
 
@@ -456,14 +461,14 @@ def bench(
         print(context.get_help())
         return
     if context.args:
-        raise OrreryError(f"bench: no option {context.args[0]!r}. Type `orrery bench --help`")
+        raise OrreryError(f"bench: has no option {context.args[0]!r}. Type `orrery bench --help`")
     root = find_workspace().root / "benchmarks"
     if figure is not None:
         raise typer.Exit(benchmarks.run(root, figure))
     if not table:
         raise OrreryError(
-            "bench: no figure. Type `orrery bench --table`, `orrery bench AREA/FIGURE`, or "
-            "`orrery bench trainer RUN`"
+            "bench: no figure is named. Type `orrery bench --table`, `orrery bench AREA/FIGURE`, "
+            "or `orrery bench trainer RUN`"
         )
     benchmarks.print_table(root)
 
@@ -522,9 +527,9 @@ def fetch_dataset(
 
     Fetch JSONL, JSON, CSV, Parquet and Arrow files, never code.
 
-    With --shard K/N, fetch every N-th file of the split train from file K on, and all other splits.
-    Without a split train, the first split is sharded. The same command with another K adds that
-    shard.
+    With --shard K/N, fetch every N-th file of the train split from file K on, and all other splits.
+    If no split is named train, the first split is sharded. The same command with another K adds
+    that shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -561,7 +566,7 @@ def main() -> None:
     except OrreryError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:  # `orrery logs … | head`
+    except BrokenPipeError:  # as in `orrery logs … | head`
         raise SystemExit(141) from None
     except OSError as error:
         print(f"error: {explain_os_error(error)}", file=sys.stderr)

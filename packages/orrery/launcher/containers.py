@@ -1,9 +1,9 @@
 """Find a role's container image, and build its Apptainer command.
 
 - Images have packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
-  `recipe` (digest of source files).
-- `--contain` is left out, because it hides /dev/shm and InfiniBand.
-- Environment variables pass as APPTAINERENV_*, because other users can read command lines.
+  `recipe` (digest of the files that it is built from).
+- The command lacks `--contain`, which hides /dev/shm and InfiniBand.
+- Containers get variables through APPTAINERENV_*, because other users can read command lines.
 """
 
 import hashlib
@@ -75,7 +75,6 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """The digest in the name tells builds apart."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -89,7 +88,7 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the image file of a role or image name.
+    """Return the image file for `role`, a role or an image.
 
     Raise OrreryError if the file is missing, or if its recipe or (with `verify`) its sha256 differs
     from `images.lock`.
@@ -142,10 +141,10 @@ def _image(role: str) -> Image:
     return known[role]
 
 
-CODE = "/orrery/code"  # paths in a container
+CODE = "/orrery/code"  # CODE and KERNELS are paths in a container
 KERNELS = "/orrery/kernels"
 APPTAINER_OPTIONS = r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"
-CACHES = {  # containers have no home folder
+CACHES = {  # containers have no home folder for these caches
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
     "VLLM_CACHE_ROOT": f"{KERNELS}/vllm",
@@ -165,7 +164,7 @@ def apptainer(
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    """Return the command that runs `argv`. `folders`: host folders to mount at /tmp and KERNELS."""
+    """Return the command that runs `argv`. Mount the two host `folders` at /tmp and KERNELS."""
     scratch, kernels = folders
     binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", f"{kernels}:{KERNELS}"]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
@@ -207,7 +206,7 @@ def scratch_of(site: Containers | None, job: str) -> Path:
 
 
 def node_folders(site: Containers, job: str, image: Path, user: object) -> list[Path]:
-    """Return a node's folders: job scratch, and compiled kernels for later jobs."""
+    """Return a node's folders for the job's scratch, and for kernels that later jobs reuse."""
     scratch = scratch_of(site, job)
     return [scratch, scratch.with_name(f"orrery-kernels-{user}-{image.stem}")]
 

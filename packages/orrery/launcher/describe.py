@@ -128,7 +128,6 @@ def _signal(run_dir: Path, attempt: int) -> list[str]:
 
 
 def _sites(run_dir: Path, stage: str) -> list[str]:
-    """Name the members of the newest round of an elastic run."""
     newest = None
     for row in rows(metrics_path(run_dir, "trainer.0")):
         if (row.get("event"), row.get("stage")) == ("round", stage):

@@ -13,9 +13,9 @@ from orrery.launcher.slurm.queue import seconds as parse_seconds
 GIB = 2**30
 START_S = 60  # maximum wait until the probe job starts
 WAIT_S = 20  # maximum wait for another node's file
-SLOW_S = 2.0  # maximum delay until a renamed file is seen
-SKEW_S = 1.0  # maximum clock difference between nodes
-RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free disk GiB
+SLOW_S = 2.0  # longest accepted delay until other nodes see a renamed file
+SKEW_S = 1.0  # largest accepted clock difference between nodes
+RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free GiB on the disks of runs and scratch
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy`: "" if it passed. Only required checks fail `orrery doctor`."""
+    """`remedy` is "" if the check passed. Only required checks fail `orrery doctor`."""
 
     what: str
     found: str
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """`said`: stderr. `code`: None if the command is missing or timed out."""
+    """`said` is stderr. `code` is None if the command is missing or timed out."""
 
     code: int | None
     out: str

@@ -113,7 +113,7 @@ def address_of(interface):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             name = struct.pack("256s", interface.encode()[:15])
-            row = fcntl.ioctl(asked.fileno(), 0x8915, name)  # SIOCGIFADDR
+            row = fcntl.ioctl(asked.fileno(), 0x8915, name)  # SIOCGIFADDR reads the address
         except OSError:
             return None
     return socket.inet_ntoa(row[20:24])
@@ -169,7 +169,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the flag exists, so that NFS caches its absence: the worst case.
+            # Look before the file exists. NFS then caches its absence, which is the worst case.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -184,7 +184,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # keep serving until all ranks are done
+    limit_s = time.monotonic() + wait_s  # `server` must answer until all ranks are done
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)

@@ -23,9 +23,9 @@ from orrery.runtime.process_control import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # maximum wait until a blamed process fails
-SETTLE_S = 0.3  # wait for more failures
-EVIDENCE_S = 2.0  # time to write stacks
+BLAME_S = 5.0  # maximum wait for the failure of a process that an error names
+SETTLE_S = 0.3  # time for related processes to fail too
+EVIDENCE_S = 2.0  # time for processes to write stacks
 RECORDED_S = 10.0  # maximum wait for torch's flight recorder files
 SLURM_SAYS_S = 2.0  # maximum wait for Slurm's report of the job's end
 
@@ -112,7 +112,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 def keep_evidence(stage: RunningStage) -> str:
     """Make processes write stacks and torch flight recorder files. Return a text with the paths."""
     for process in stage.processes:
-        if process.name in stage.health:  # SIGUSR1 kills a process without a health file
+        if process.name in stage.health:  # before it writes this file, SIGUSR1 would kill it
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
@@ -187,7 +187,7 @@ def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome 
     return None
 
 
-WINDOW_S = 24 * 3600.0  # period over which restarts count
+WINDOW_S = 24 * 3600.0  # older restarts do not count
 
 
 class Restarts:
@@ -204,7 +204,7 @@ class Restarts:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return why a restart is refused ("" if `most` is 0), or count it and return None."""
+        """Return None and count the restart, or return why it is refused ("" if `most` is 0)."""
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
         self._failed_starts[name] = 0 if has_served else self._failed_starts[name] + 1

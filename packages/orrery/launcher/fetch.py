@@ -45,7 +45,7 @@ CARD = "README.md"
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
-Splits = dict[str, list[str]]  # file names by split
+Splits = dict[str, list[str]]  # split → file names
 LOST = (
     "family 'hugging_face' runs transformers' network: without torch.compile, adapters (LoRA), "
     "context and expert parallelism, and replay of routed experts"
@@ -175,8 +175,8 @@ def fetch_dataset(
 ) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines to print.
 
-    `config`: such as `main` of openai/gsm8k, or None for the only config. `shard_word`: K/N, or
-    None for all files.
+    `config`: a name, such as `main` of openai/gsm8k, or None for the only config.
+    `shard_word`: K/N, or None for all files.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -215,7 +215,7 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    Skip files of shards other than `shard`, unless `target` has them or the hub lists no sha256.
+    Skip files of other shards, unless `target` has them, or the hub lists no sha256 of them.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -295,7 +295,7 @@ def _header(card: Path | None) -> dict[str, Any]:
 
 
 def _data_files(header: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (config, split, patterns of files) from a dataset's card."""
+    """Yield (config, split, file patterns) from the metadata in a dataset's card."""
     for one in header.get("configs") or []:
         files = one.get("data_files")
         entries = files if isinstance(files, list) else [files] if files else []
@@ -304,7 +304,7 @@ def _data_files(header: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
             if isinstance(entry, dict):
                 split, paths = entry["split"], entry["path"]
             if not re.fullmatch(r"\w+(\.\w+)*", split):
-                raise ValueError(f"split {split!r}")
+                raise ValueError(f"{split!r} is no name of a split")
             patterns = [paths] if isinstance(paths, str) else paths
             inside = f"{one['data_dir'].strip('/')}/" if one.get("data_dir") else ""
             allowed = [inside + pattern.removeprefix("./") for pattern in patterns]

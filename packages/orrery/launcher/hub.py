@@ -25,7 +25,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)
-LINKED_BYTES = 1 << 20  # smaller files are copied, because users may edit them
+LINKED_BYTES = 1 << 20  # smaller files are copied, not linked, because users may edit them
 Kind = Literal["model", "dataset"]
 
 
@@ -56,7 +56,7 @@ class HubRepository:
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
     """Resolve OWNER/NAME[@REVISION] to a commit and list its files.
 
-    With `HF_HUB_OFFLINE`, the hub's cache must have the files of `patterns`.
+    With `HF_HUB_OFFLINE`, the hub's cache must have the files that match `patterns`.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
@@ -260,7 +260,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` exists. Raise OrreryError if its source or a file differs."""
+    """Return whether `target` exists. Raise OrreryError if its source differs or a file changed."""
     if not target.exists():
         return False
     sums = target / SUMS

@@ -164,7 +164,7 @@ def write_plan(
         file = f"{run.stages.index(name) + 1}_{name}.sh"
         texts[file] = _script(run, name, site, workspace)
     made = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(made, ignore_errors=True)  # left by a killed process
+    shutil.rmtree(made, ignore_errors=True)  # a killed process may have left it
     try:
         made.mkdir(parents=True)
         for name, text in texts.items():
@@ -193,10 +193,10 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 class Pipeline:
     """The runs with checked-in manifests.
 
-    - `folders`: run folders by target. A target is a run's name or a spec file's stem.
-    - `manifests`: by run folder.
-    - `broken`: errors of specs that do not render, by file stem.
-    - `stale`: errors by target, if a manifest is missing or differs from its spec.
+    - `folders`: target → run folders. A target is a run's name or a spec file's stem.
+    - `manifests`: run folder → manifest.
+    - `broken`: stem of a spec file that does not render → error.
+    - `stale`: target whose manifest is missing or differs from its spec → error.
     """
 
     folders: dict[str, list[str]]
@@ -274,7 +274,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], dict[str, str]]:
         except OrreryError as error:
             file, said = workspace.shown(path), str(error)
             broken[path.stem] = said if said.startswith(file) else f"{file}: {said}"
-    if not broken:  # each file renders alone, so two files define one run
+    if not broken:  # every file renders alone, so `first` says that two files define one run
         raise first
     return render_all(workspace, whole), broken
 

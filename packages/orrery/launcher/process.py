@@ -28,7 +28,7 @@ from orrery.runtime.role_context import LOG_LEVEL, log_level
 from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 
-PROCESS = "ORRERY_PROCESS"  # variable with process name and restart number: `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # holds the process's name and restart number: `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
 MAX_THREADS = 4  # more threads do not speed up CPU models
 LOOPBACK = "127.0.0.1,localhost"
@@ -177,7 +177,7 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return HARDWARE of `make setup` ("cpu", "cuda"), or None if unknown."""
+    """Return the HARDWARE ("cpu" or "cuda") that `make setup` got, or None if unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 
@@ -250,7 +250,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # the launcher is not the role's parent
+        LAUNCHER_PID: "0",  # unknown, because srun starts the role
     }
 
 

@@ -1,6 +1,6 @@
 """Record the nodes, code, software, outputs and metrics of every stage in `receipt.json`.
 
-- The state of an attempt whose launcher died is `unrecorded`.
+- If an attempt's launcher died, its state is `unrecorded`.
 - A receipt has no environment variables, absolute paths or secrets.
 """
 
@@ -40,7 +40,7 @@ from orrery.runtime.run_directory import (
 )
 from orrery.runtime.timing import scaled
 
-WITHIN_S = 60.0  # time limit of a command
+WITHIN_S = 60.0  # time limit of each command
 READ_S = 600.0
 KEPT_BYTES = 2**20  # the diff omits larger untracked files
 WHOLE_BYTES = 64 * 2**30  # for larger weights, record file sizes, not hashes
@@ -65,7 +65,7 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-Facts = dict[str, Any]  # an image's file name, sha256 and package versions
+Facts = dict[str, Any]  # such as an image's file name, sha256 and package versions
 Software = dict[str, Any]  # this host's driver and package versions
 
 
@@ -182,7 +182,7 @@ def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
     parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
     edits = [part for part in parts if "\nnew file mode " not in part.partition("\n@@")[0]]
-    # Compare a lost diff file by its name, which contains its digest.
+    # If the diff file is lost, compare its name, which contains its digest.
     return code.commit, [*edits, *([] if file.exists() else [str(file)])]
 
 
@@ -269,7 +269,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    The diff contains other untracked files, because git adds them to a copy of the index.
+    The diff contains the other untracked files, because a copy of git's index lists them.
     """
     found = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
     untracked = [
@@ -285,7 +285,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # copy2, because git needs the modification time
+        # copy2 keeps the modification time, which git needs
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -427,7 +427,7 @@ def verify(
 ) -> list[str]:
     """Compare the files that `stage` reads with the receipt. Write their digests to `inputs.json`.
 
-    Return the earlier stages without files in the receipt.
+    Return the earlier stages of which the receipt lists no output files.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

@@ -111,7 +111,7 @@ def planned(word: str, workspace: Workspace) -> Run:
 
 
 def outdated(run: Run, workspace: Workspace) -> str | None:
-    """Return a sentence if the manifest in manifests/ differs from its spec."""
+    """Return a warning if the manifest in manifests/ differs from its spec, else None."""
     name = run.manifest.name
     path = workspace.shown(workspace.manifest_path(name))
     try:
@@ -133,7 +133,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Raise OrreryError if the manifest was edited."""
+    """Return the manifest in run folder `path`, if any. Raise OrreryError if it was edited."""
     file = path / MANIFEST
     if not file.exists():
         return None
@@ -147,7 +147,7 @@ def _held(path: Path) -> Manifest | None:
     return manifest
 
 
-LAST_PORT = 65_000  # highest first port of a site, which uses further ports after it
+LAST_PORT = 65_000  # highest port of a site, which also uses ports after it
 
 
 def place_site(
@@ -238,7 +238,7 @@ def newest(workspace: Workspace) -> Path | None:
 # Status and lock
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # maximum wait for the lock. `lock_holder` takes it briefly.
+LOOKED_AT_S = 1.0  # maximum wait for the lock, which `lock_holder` takes for a moment
 
 
 @dataclass
@@ -377,7 +377,7 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# not copied by `adopt`
+# `adopt` does not copy these
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
@@ -408,7 +408,7 @@ def adopt(run: Run, other: Run) -> str:
         )
     made = run.path.with_name(f".{run.path.name}.partial")
     with hold_lock(other.path), hold_lock(made):
-        for left in made.iterdir():  # left by a killed process
+        for left in made.iterdir():  # a killed process left these files
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
@@ -424,7 +424,7 @@ def adopt(run: Run, other: Run) -> str:
             publish_folder(made, run.path)
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
-            if isinstance(error, shutil.Error):  # copytree lists the errors of all files
+            if isinstance(error, shutil.Error):  # copytree collected one error per file
                 why = error.args[0][0][2]
                 raise OrreryError(f"{run.path.name}: cannot adopt the other run: {why}") from error
             raise
@@ -457,7 +457,8 @@ def _bound(before: Manifest, after: Manifest) -> tuple[str, ...]:
         data = (sft.data, sft.validation.data) if sft.validation else (sft.data,)
         if any(each.kind == "text" for each in data):
             found.append("trainer.memory.max_tokens_per_micro_batch")
-    if elastic is not None and elastic.delay_steps:  # a checkpoint applies a delayed round early
+    # A checkpoint applies a delayed exchange of weights early.
+    if elastic is not None and elastic.delay_steps:
         found.append("trainer.checkpoint.interval_steps")
     return tuple(found)
 

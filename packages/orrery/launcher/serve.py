@@ -92,7 +92,7 @@ def folder_of(word: str, workspace: Workspace) -> Path:
     remedy = f"type `{resume_command(run, 'rl', workspace)}` to train it"
     if whole_checkpoints(run.path):
         remedy = f"type `orrery export {word}` to write the weights of its newest checkpoint"
-    raise OrreryError(f"{run.path.name}: no weights of RL yet; {remedy}")
+    raise OrreryError(f"{run.path.name}: RL has not written weights yet; {remedy}")
 
 
 def exported(run: Run) -> Path | None:
@@ -116,14 +116,14 @@ def summary_line(word: str, run: Run) -> str:
 def check_folder(folder: Path) -> Path:
     if not (folder / CONFIG).is_file():
         raise OrreryError(
-            f"{folder}: no {CONFIG}, so no Hugging Face folder. Name a folder that a run "
+            f"{folder}: has no {CONFIG}, so it is no Hugging Face folder. Name a folder that a run "
             "or `orrery export RUN` wrote"
         )
     remedy = "copy the folder again"
     if not read_object(folder / CONFIG, remedy).get("architectures"):
-        raise OrreryError(f"{folder / CONFIG}: no architectures, so no language model; {remedy}")
+        raise OrreryError(f"{folder / CONFIG}: names no architectures of a model; {remedy}")
     if not any(folder.glob("*.safetensors")):
-        raise OrreryError(f"{folder}: no model.safetensors, hence no weights; {remedy}")
+        raise OrreryError(f"{folder}: has no safetensors file, hence no weights; {remedy}")
     return folder
 
 
@@ -263,7 +263,7 @@ def lend(
     run = find(word, workspace)
     if run.manifest.orchestrator.guests is None:
         raise OrreryError(
-            f"orchestrator.guests: null in {run.manifest.name}, so it takes no lent engines; "
+            f"orchestrator.guests: null in {run.manifest.name}, so this run takes no lent engines; "
             "choose a run with the axis jsonnet/elastic/guests.libsonnet"
         )
     check_supported(run.manifest)
@@ -298,7 +298,7 @@ def _first_weights(run: Run) -> Path:
         if ((path := weights_path(run.path, stage)) / CONFIG).is_file():
             return path
     raise OrreryError(
-        f"{run.path.name}: no weights for an engine; type `orrery run {run.manifest.name} init`"
+        f"{run.path.name}: no weights for an engine yet; type `orrery run {run.manifest.name} init`"
     )
 
 
@@ -339,7 +339,7 @@ def _await_run_end(processes: list[Process], run_dir: Path, interrupts: Interrup
 
 # Export
 
-# $1: the host folder mounted at the container's /tmp. The trap removes it.
+# $1 is the host folder mounted at the container's /tmp. The trap removes it.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000
 

@@ -45,7 +45,8 @@ def is_reserved(option: str) -> bool:
     """Return whether an sbatch option is reserved, such as `-px`, `-vpx` or `--part=x`."""
     if found := re.match(r"--(\w[\w-]*)", option):
         return any(len(one) > 1 and one.startswith(found[1]) for one in RESERVED)
-    found = re.match(r"-[IkOQsuvV]*(\w)", option)  # these letters take no value
+    # Options with these letters take no value, so another letter may follow.
+    found = re.match(r"-[IkOQsuvV]*(\w)", option)
     return found is not None and found[1] in RESERVED
 
 
@@ -61,7 +62,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # for jobs without GPUs, by default `partition`
+    cpu_partition: NoWord = ""  # for jobs without GPUs. If empty, use `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300

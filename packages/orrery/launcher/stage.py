@@ -57,9 +57,9 @@ from orrery.runtime.run_directory import (
 
 KILLED_S = 10.0  # maximum wait after SIGKILL
 WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # time to end the stage after the checkpoint
+MARGIN_S = 60.0  # time for ending the stage after its checkpoint
 STOP_S = 30.0
-# exit codes after SIGTERM, which Slurm sends to ranks of a failed step
+# exit codes after SIGTERM, which Slurm sends to the other ranks of a failed step
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -208,7 +208,7 @@ class RunningStage:
             print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Ignore errors, such as a full disk."""
+        """Write to the launcher's log. Ignore errors, such as a full disk."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), open(log_path(self.run_dir, "launcher.0"), "a") as log:
             log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")
@@ -222,12 +222,13 @@ class Preemption:
         self.stage, self.job = stage, stage.job
         self._step_at_start = newest_checkpoint(stage.run_dir)
         self._ends_at_s = _job_ends_at_s(stage.job)
-        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
+        # Checkpoint copies must be saved by `saved_by_s`.
+        self._limit_s, self.saved_by_s = 0.0, math.inf
 
     def poll(self) -> Outcome | None:
         """Request a checkpoint if preemption is due.
 
-        Return the outcome once the stage has ended or is out of time. Before, return None.
+        Return the outcome if the stage has ended or is out of time, otherwise None.
         """
         stage = self.stage
         if not stage.is_preempted:
@@ -272,7 +273,7 @@ class Preemption:
         """Return (seconds to write the checkpoint, seconds to end the stage)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
-        ends_at_s = _job_ends_at_s(self.job)  # ask again: operators can change time limits
+        ends_at_s = _job_ends_at_s(self.job)  # ask again, because operators can change the limit
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()
@@ -335,7 +336,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
     """Kill processes that roles started outside their own process groups.
 
     Their environment contains the attempt's mark `start`. With `incarnation` (`inference.0.2`),
-    kill only that process's children.
+    kill only those that this process started.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -350,7 +351,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # roles hide their environment: check the parent pid
+    except psutil.AccessDenied:  # roles hide their environment, so check the parent
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:

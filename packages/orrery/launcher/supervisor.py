@@ -90,8 +90,8 @@ POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # maximum wait for a failed process to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SITE_END_S = STOPPED_END_S + HAND_OVER_S  # grace period of a run over several sites
-SAVES_S = 3.0  # a longer wait for checkpoints to be saved is announced
-RESTART_LOCK_S = 90.0  # maximum wait for the lock of a lost node's launcher
+SAVES_S = 3.0  # announce a longer wait for checkpoints to be saved
+RESTART_LOCK_S = 90.0  # maximum wait for the lock, which a lost node's launcher may hold
 
 
 def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
@@ -107,7 +107,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     elif stage_plan.num_nodes > 1:
         raise OrreryError(
             f"hardware.num_nodes = {hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} "
-            f"nodes, but here is one. Type `snakemake --profile slurm {run.manifest.name}` on a "
+            f"nodes, but this is one. Type `snakemake --profile slurm {run.manifest.name}` on a "
             "cluster, or choose a hardware axis of one node"
         )
     _check_lock(run, workspace)
@@ -267,14 +267,14 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            requeue(stage)  # before cleanup, during which Slurm may end this process
+            requeue(stage)  # first, because Slurm may end this process during cleanup
         observer.close()
         view.close()
         stage.metrics.close()
         end_strays(stage.processes, self.start)
         if allocation is not None:
             shared = run_directory.memory_prefix(stage.run_dir).removesuffix("-")
-            allocation.clean(*self.scratch, shared)  # also removes checkpoint copies
+            allocation.clean(*self.scratch, shared)  # removes checkpoint copies too
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # the disk may be full

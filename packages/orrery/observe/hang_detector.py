@@ -1,6 +1,6 @@
 """Find stalls: processes that will make no more progress.
 
-A wait's text must name the awaited roles or processes. Stalls:
+A wait's text must name the awaited roles or processes. Kinds of stalls:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline.
@@ -108,7 +108,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the seconds since the event loop's last heartbeat, or None within the limit."""
+    """Return the seconds since the event loop's last heartbeat if they exceed its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
@@ -173,7 +173,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """`moved_s`: last progress. `heard_s`: last change, heartbeats included."""
+    """`moved_s`: time of the last progress. `heard_s`: time of the last change or heartbeat."""
 
     health: Health
     moved_s: float
@@ -184,12 +184,12 @@ class RankStallDetector:
     """Find the ranks that stall their role.
 
     A role has stalled when each rank is in one of these states. A rank's limit is its reported
-    `still_s`, by default the detector's. Heartbeats are not progress.
+    `still_s`, or else the detector's. Heartbeats are not progress.
 
     - silent: no heartbeat within its limit, although heartbeats are expected.
     - held: no progress within its limit, in a collective.
     - still: no progress within its reported limit, outside collectives.
-    - late: the rank waits, another is held, and no rank made progress for the wait's `behind_s`.
+    - late: it waits, another rank is held, and no rank made progress for the wait's `behind_s`.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed even without a stall.
@@ -287,7 +287,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A health report as received (`said`), and on the reader's clock (`stamped`)."""
+    """A health report as received (`said`), and with times on the reader's clock (`stamped`)."""
 
     said: Health
     stamped: Health
@@ -296,14 +296,14 @@ class _SeenHealth:
 class HealthView:
     """Convert health reports to the reader's monotonic clock, because hosts' wall clocks differ.
 
-    A change counts from when the reader first saw it. Its deadline shifts equally. A pause
-    between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
+    A change gets the time when the reader first saw it. Its deadline shifts by the same amount. A
+    pause between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # boot id of a host → smallest clock offset seen
+        self._behind_s: dict[str, float] = {}  # boot id of a host → its smallest clock offset
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:

@@ -1,7 +1,7 @@
 """Show a running stage as a panel or a line, and send metric rows to TensorBoard and W&B.
 
 - Metric names start with the row's event (`evaluation/<task>/reward_mean`), or with its role.
-- TensorBoard's step is `step`, otherwise `version`, otherwise seconds since the first row.
+- TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
 """
 
 import os
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 READ_S = 0.5
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
-MANY = 10  # with more processes, summarise each role
+MANY = 10  # with more processes, show a summary of each role
 NUM_KINDS, NUM_ENDED = 3, 5
 
 
@@ -245,7 +245,7 @@ def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: floa
     return parts
 
 
-SUBJECTS = ("task", "policy", "engine", "process")  # names and indices, not measurements
+SUBJECTS = ("task", "policy", "engine", "process")  # these name what a row measures
 STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 
@@ -283,7 +283,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # These imports are slow.
+        # Import late, because these imports are slow.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

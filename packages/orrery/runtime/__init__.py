@@ -1,1 +1,1 @@
-"""Code of all processes of a run."""
+"""Code that all processes of a run share."""

@@ -2,7 +2,7 @@
 
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
-  **attrs}`, times as `time.time()`
+  **attrs}`. Times are those of `time.time()`.
 - An attempt that resumes at step n replaces older attempts' rows from step n on.
 """
 
@@ -145,7 +145,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces. Call `add` on all rows, then `counts`."""
+    """Find rows that no newer attempt replaces. Call `add` for all rows, then `counts` for each."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -196,7 +196,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)`. Raise a file's OSError after reading all other files."""
+        """Yield `(process, row)`. Skip unreadable files, and raise an OSError at the end."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -273,7 +273,7 @@ class Sampler:
 
 
 class UsageRows:
-    """Write CPU use (100% per core) and memory of this process and its descendants."""
+    """Write CPU use (100% per core) and memory of this process tree every `period_s`."""
 
     def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
         self._name, self._metrics, self._period_s = name, metrics, period_s

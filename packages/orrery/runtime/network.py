@@ -1,9 +1,9 @@
 """Find a role's address and ports, and authenticate callers with the run's secret token.
 
-- Roles listen on one interface: ORRERY_INTERFACE, by default loopback.
+- Roles listen on the interface that ORRERY_INTERFACE names, by default loopback.
 - Environment variables and arguments never contain the token. A process with the token hides its
   memory.
-- ORRERY_TOKEN_FILE is `-` for standard input, or names a file, such as a Kubernetes secret.
+- ORRERY_TOKEN_FILE names the token's file, such as a Kubernetes secret. `-` is standard input.
 - Each request carries a credential for one `Purpose`, derived from the token.
 """
 
@@ -36,7 +36,6 @@ def interface() -> str:
 
 
 def address() -> str:
-    """Return the IPv4 address of `interface()`."""
     name = interface()
     if name == LOOPBACK_INTERFACE:
         return LOOPBACK
@@ -59,7 +58,8 @@ def address() -> str:
 
 def name_interface() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=": the full name, no prefix
+    # Without "=", NCCL would take the name for a prefix.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")
 
 
 def name_ucx_devices() -> None:
@@ -118,7 +118,7 @@ def _too_few_ports(host: str, found: str) -> RunFailed:
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # maximum wait for the token through srun
+TAKE_S = 60.0  # maximum wait for srun to pass on the token
 
 _token = ""
 
@@ -179,7 +179,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "" without a launcher."""
+    """Return the token, or "" if no launcher started this process."""
     token = take_token()
     if not token and WAS_LAUNCHED:
         raise RunFailed(

@@ -20,7 +20,7 @@ from pathlib import Path
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import fence_dir, request_path
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # variable with the parent's pid, 0 if unknown
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # variable with the parent's pid, or 0 if unknown
 START = "ORRERY_START"
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
@@ -59,9 +59,8 @@ def hide_memory() -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all Linux capabilities permanently."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # no effect unless root
+    for capability in range(CAPABILITIES):  # no effect unless this process is root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):
@@ -130,7 +129,7 @@ def preemption_requested(run_dir: Path, stage: str) -> bool:
         return False
     file = request_path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # `exists` may be stale on NFS
+        return file.name in os.listdir(file.parent)  # NFS may answer `exists` from its cache
     except FileNotFoundError:
         return False
 

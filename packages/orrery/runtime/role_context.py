@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
-STDERR = 2  # a number, because `sys.stderr` may lack a file descriptor
+STDERR = 2  # used because `sys.stderr` may lack a file descriptor
 PROGRAM_S = 60.0
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
@@ -131,7 +131,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
-    # Handle signals first: the launcher may send SIGUSR1 once the health file exists.
+    # Handle signals first, because the launcher may send SIGUSR1 once the health file exists.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -145,7 +145,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         usage.start()
     try:
         set_level()
-        network.take_token()  # before a child inherits standard input
+        network.take_token()  # read it before a child inherits standard input
         yield ctx
     except Preempted as end:
         ctx.health.preempted(end.step)

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 STATUS = "status.json"
 SITE_FILE = "site.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # names the run that this run continues (`orrery adopt`)
+ADOPTED = "adopted.json"  # file that names the run that this run continues (`orrery adopt`)
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -62,7 +62,7 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of kill requests, files `<process>.<attempt>.<restart number>`."""
+    """Return the folder of kill requests. Each is a file `<process>.<attempt>.<restart number>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
@@ -97,7 +97,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a weights folder. `name`: stage, `step_<n>` (export) or WIRE (policy versions)."""
+    """Return a weights folder. `name`: a stage, `step_<n>` (export) or WIRE (policy versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -218,7 +218,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (for a container: --shm-size)"
 
 
-# environment variable with the fsspec URL of the checkpoint copies
+# environment variable with the fsspec URL of the folder for checkpoint copies
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -235,7 +235,7 @@ def memory_prefix(run_dir: Path) -> str:
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of checkpoint copies in /dev/shm. Copies stay until saved to disk."""
+    """Return the prefix of checkpoint copies in /dev/shm. They stay until saved to disk."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -244,7 +244,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove files `*name*` in /dev/shm, and return their paths. Callers close these first."""
+    """Remove files `*name*` in /dev/shm, and return their paths. Callers must close them first."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -271,7 +271,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the short prefix of engines' socket folders. Socket paths have at most 107 bytes."""
+    """Return the prefix of engines' socket folders. Socket paths may have only 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

@@ -1,7 +1,7 @@
 """Run a stage's processes as srun steps of this launcher's Slurm job.
 
-- An engine has a step on its first node, and another on its further nodes. Other roles have a step
-  per node group.
+- An engine has one step on its first node, and another on its further nodes. Each other role has
+  one step per node group.
 - A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait=0`), because
   rank 0 may still upload a checkpoint.
 """
@@ -46,7 +46,7 @@ CTRL_C_S = 0.2  # pause between SIGINTs. Two within a second make srun kill a st
 
 @dataclass(frozen=True)
 class StepPlan:
-    """An srun step, with equally many processes on each node.
+    """An srun step, with the same number of processes on each node.
 
     `devices`: (first device, number of devices) that all tasks on a node see.
     """
@@ -72,7 +72,7 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     """Return the stage's steps in the plan's order of roles.
 
     Slurm gives overlapping steps the same devices, so `task.sh` selects a step's devices. Trainer
-    tasks see all trainer devices of a node, for CUDA IPC.
+    tasks see all trainer devices of a node, because CUDA IPC needs them.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -165,7 +165,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Return the step that restarts this step. Only the first call starts it."""
+        """Start this step again. Further calls return the same step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -240,7 +240,7 @@ class SlurmTask:
         return signal_or_code(self.poll())
 
     def signal(self, number: int) -> None:
-        if self.rank == 0:  # srun signals every task
+        if self.rank == 0:  # srun passes the signal to every task
             self.step.signal(number)
 
     def wait(self, within_s: float) -> bool:
@@ -273,7 +273,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal. Keep 143, which is also an exit code of roles.
+        # Apptainer reports signal N as exit code 128 + N. Keep 143, with which roles exit too.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

@@ -82,7 +82,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. `inside` a job, keep variables that srun needs."""
+    """Return `env` without Slurm's variables. If `inside` a job, keep those that srun needs."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -153,7 +153,7 @@ def slurm_states(ids: Iterable[str]) -> dict[str, str]:
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
-        listed = []  # squeue fails on a single unknown id
+        listed = []  # squeue fails if its only id is unknown
     found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found
@@ -201,7 +201,7 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """End the launchers of running jobs by SIGTERM, then cancel all jobs.
 
-    A launcher removes scratch folders in an srun step. A cancelled job cannot start steps.
+    Launchers end first, because a cancelled job cannot start the srun step that removes scratch.
     """
     if not ids:
         return
@@ -244,7 +244,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None for other texts."""
+    """Parse a time such as `1-02:03:04`, `2:03:04` or `03:04`. For other texts, return None."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None
@@ -255,8 +255,8 @@ def seconds(left: str) -> float | None:
 # Submission
 
 IN_JOB = "ORRERY_SLURM"  # environment variable that marks Orrery's jobs
-MEMORY_MB = 6000  # minimum memory per node
-LAUNCHER_CPUS = 2  # minimum cores per node
+MEMORY_MB = 6000  # minimum memory of a job per node
+LAUNCHER_CPUS = 2  # minimum cores of a job per node
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,6 @@ def batch_job(
 
 
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
-    """Render the job script, and check that it has `#!` and `command`."""
     import jinja2
 
     parts = [shlex.split(part) for part in options.split(" : ")]

@@ -1,7 +1,7 @@
 """Read a report's data once from a run directory.
 
 If several attempts trained a step, the newest attempt's row counts. Curves with over POINTS points
-are thinned to means, extremes or maxima of intervals.
+are thinned: each interval gives its mean, extremes or maximum.
 """
 
 import logging
@@ -34,7 +34,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # array type → value for None
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # array type → value that stands for None
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -43,7 +43,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Rows, stored by column to fit runs of weeks into memory. Keep all columns, or only `keys`."""
+    """Rows, stored by column, so that runs of weeks fit into memory. Keep only `keys`, if any."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}
@@ -102,7 +102,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # array type, or None for a list
+        self._code: str | None = None  # type of the array, or None if it is a list
         self._values: Any = []
 
     @property
@@ -222,23 +222,23 @@ class RunData:
     compared: Table  # log-probs of trainer and engine
     rounds: Table  # weight exchanges with other sites
     batches: Table
-    stopped_early: Table  # RL ended at `evaluation.stop_at`
+    stopped_early: Table  # has a row if RL ended at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites refused, such as for false answers
+    refused_sites: Table  # sites that were refused, such as for false answers
     admission: Table
     engines: Mapping[int, Table]
     usage: Sequence[Row]
     processors: Mapping[str, Table]
-    spans: Sequence[Span]  # of the RL stage's newest attempt
+    spans: Sequence[Span]  # spans of the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
-    network: float | None  # a device's bytes/s between nodes, by the site file of the RL stage
+    network: float | None  # bytes/s of a device between nodes, as RL's receipt records it
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
-        """Raise OrreryError if a file is invalid."""
+        """Read the run. Raise OrreryError if a file is invalid."""
         manifest = load(run_dir / MANIFEST)
         stages = [path.parent.name for path in run_dir.glob(f"{STAGES}/*/DONE")]
         return cls(
@@ -253,7 +253,7 @@ class RunData:
         )
 
 
-# `UndefinedError`: a row lacks a field of the page
+# `UndefinedError`: a row lacks a field that the page shows
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UndefinedError)
 
 

@@ -316,7 +316,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time after which no role has over POINTS spans. None: draw all spans."""
+    """Return the time after which no role has over POINTS spans, or None to draw all spans."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

@@ -160,7 +160,7 @@ def _pairs(run: RunData) -> list[dict]:
 
 
 def _rounds(run: RunData) -> list[tuple[int, str, str, int, str, str]]:
-    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) per exchange."""
+    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) per weight exchange."""
     tables = {"sft": run.sft, "rl": run.rl}
     losses = {
         (stage, step): loss
@@ -224,13 +224,13 @@ def render(run: RunData, wall_s: float) -> str:
         )
 
 
-WARM = 2  # first steps left out, because they compile
-# Planned memory that `torch.cuda.max_memory_allocated` does not count.
+WARM = 2  # first steps to leave out, because they compile
+# kinds of planned memory that `torch.cuda.max_memory_allocated` does not count
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
-    """Return (name, planned, measured median). The plan uses the run's mean rollout length."""
+    """Return (name, plan, measured median) rows. The plan uses the run's mean rollout length."""
     with reading("metrics/"):
         steps = _values(run.rl, "num_tokens")
         tokens = mean(steps) / run.manifest.orchestrator.rollouts_per_batch if steps else 0
@@ -262,7 +262,7 @@ def _compared(run: RunData, budget: RunBudget) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # because engines wait for a slower trainer
+            / budget.step_s,  # whole step, because engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),
