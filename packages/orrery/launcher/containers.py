@@ -144,7 +144,7 @@ def _image(role: str) -> Image:
 CODE = "/orrery/code"  # CODE and KERNELS are paths in a container
 KERNELS = "/orrery/kernels"
 APPTAINER_OPTIONS = r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"
-CACHES = {  # containers have no home folder for these caches
+CACHES = {  # containers have no home folder for caches
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
     "VLLM_CACHE_ROOT": f"{KERNELS}/vllm",

@@ -300,7 +300,7 @@ def _job_ends_at_s(job: Job) -> float | None:
     return None if left_s is None else time.monotonic() + left_s
 
 
-# End
+# Ending processes
 
 
 def end_all(stage: RunningStage, grace_s: float) -> str:

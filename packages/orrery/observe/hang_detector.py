@@ -108,7 +108,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the seconds since the event loop's last heartbeat if they exceed its limit."""
+    """Return the seconds since the event loop's last heartbeat if above its limit, else None."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None

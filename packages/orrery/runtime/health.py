@@ -35,8 +35,8 @@ HANG_S = 90.0  # maximum time between heartbeats, which NFS may delay by a minut
 class Wait:
     """A wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: the wait is late if no rank of this role made progress for that time (see
-    `hang_detector`).
+    `behind_s`: a rank in this wait is late if no rank of its role made progress for that time
+    (`hang_detector`).
     """
 
     what: str
@@ -76,7 +76,7 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None
-    still_s: float | None = None  # without progress for this time, the process has stalled
+    still_s: float | None = None  # time without progress after which the process stalls
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -280,7 +280,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return health by process name. Skip unreadable files, and other attempts than `attempt`."""
+    """Return health by process name, of `attempt` or of all attempts. Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:

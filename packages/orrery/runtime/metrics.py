@@ -196,7 +196,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)`. Skip unreadable files, and raise an OSError at the end."""
+        """Yield `(process, row)`. Raise the last OSError only after reading all files."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -273,7 +273,7 @@ class Sampler:
 
 
 class UsageRows:
-    """Write CPU use (100% per core) and memory of this process tree every `period_s`."""
+    """Write CPU use (100% per core) and memory of this process and its descendants."""
 
     def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
         self._name, self._metrics, self._period_s = name, metrics, period_s

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
-STDERR = 2  # used because `sys.stderr` may lack a file descriptor
+STDERR = 2  # file descriptor, because `sys.stderr` may lack one
 PROGRAM_S = 60.0
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"

@@ -262,7 +262,7 @@ def _compared(run: RunData, budget: RunBudget) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # whole step, because engines wait for a slower trainer
+            / budget.step_s,  # time of a step, because engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),
