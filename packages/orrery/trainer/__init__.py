@@ -12,7 +12,7 @@ EXPANDABLE = "expandable_segments:True"
 def grow_segments() -> None:
     """Use expandable CUDA memory segments, unless the environment configures the allocator.
 
-    Micro-batches of varying length fragment fixed segments.
+    Fixed segments would waste memory, because micro-batches vary in length.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(ALLOCATOR, EXPANDABLE)

@@ -19,7 +19,7 @@ def main() -> None:
             raise OrreryError(
                 f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
             )
-        gc.disable()  # collections during imports would free no memory
+        gc.disable()  # garbage collection would free no memory during imports
         import_module("orrery.trainer.assemble" if ctx.stage != "init" else "orrery.models.weights")
         gc.freeze()
         gc.enable()

@@ -44,7 +44,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0
-SPARE_WAVES = 4  # extra waves of rollouts, for restarts, weight updates and stale rollouts
+SPARE_WAVES = 4  # allowance for restarts, weight updates and stale rollouts
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -57,7 +57,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
-    if device.type == "cuda":  # the launcher checks only its own node's GPU
+    if device.type == "cuda":  # the launcher checked only its own node's GPU
         refuse_other_device(ctx.manifest, torch.cuda.get_device_name(device))
     torch.manual_seed(ctx.manifest.seed + ctx.index)
     store = open_rendezvous(ctx, trainer.mesh.world_size) if trainer.needs_fsdp else None
@@ -148,7 +148,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 def batch_deadline_s(manifest: Manifest) -> float:
     """Return the time limit to receive a batch, in seconds.
 
-    An evaluation and the next batch take several waves of concurrent rollouts.
+    In this time, engines may sample an evaluation and a batch, in waves of concurrent rollouts.
     """
     orchestrator, tasks = manifest.orchestrator, manifest.tasks.evaluation
     evaluation, admission = orchestrator.evaluation, orchestrator.admission
@@ -170,7 +170,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return a publication's stall limit in seconds.
 
-    It exceeds the wire's time limit, because the wire's error names the absent rank.
+    It exceeds the transfer's own time limit, because the transfer's error names the absent rank.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -192,12 +192,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # One version in engines, one in training, one queued, and `max_batches_ahead` more.
+    # Engines, training and the queue use one version each. Batches ahead use the others.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for published weights.
+    """Return the bytes of shared memory that published weights need.
 
     Raise OrreryError if they do not fit.
     """

@@ -67,7 +67,7 @@ class StateTensor:
     shape: tuple[int, ...]
     box: Box
     local: torch.Tensor
-    writes: bool  # False if another rank writes the same box
+    writes: bool  # False if another rank writes the same region
 
 
 def state_of(learner: Learner) -> dict[str, StateTensor]:
@@ -141,7 +141,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 def load(learner: Learner, folder: Path) -> None:
     """Raise RunFailed if the checkpoint is unreadable or belongs to another model.
 
-    Restore RNG state only at the checkpoint's world size.
+    Restore RNG state only if the world size is the checkpoint's.
     """
     stored, state = CheckpointReader(folder), state_of(learner)
     _check_fits(stored, state, learner, folder)
@@ -186,7 +186,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read a checkpoint's tensors by name and box. Raise RunFailed if a file is unreadable."""
+    """Read regions (`box`) of a checkpoint's tensors. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")
@@ -263,9 +263,9 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """Tensors in shared memory, as the bytes that `safetensors.torch.save_file` writes.
+    """Copy of tensors in shared memory, in the format of `safetensors.torch.save_file`.
 
-    If the bytes do not fit, `path` links to a memfd file.
+    If the bytes do not fit in /dev/shm, `path` links to an anonymous file (memfd).
     """
 
     def __init__(self, path: Path, device: torch.device):
@@ -322,18 +322,18 @@ class SharedCopy:
                 with self._path.open("xb+") as file:
                     self._buffer, error = host_block(num_bytes, self._device, file.fileno())
                 return error
-            except OSError as full:  # another process took the space
+            except OSError as full:  # another process took the space since the check
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
-        if self._nameless < 0:  # the file stays open for restarted savers
+        if self._nameless < 0:  # it stays open, so that a restarted saver inherits it
             self._nameless = os.memfd_create("orrery.saves")
         self._path.symlink_to(f"/proc/self/fd/{self._nameless}")
         self._buffer, error = host_block(num_bytes, self._device, self._nameless)
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Return the file's size in bytes."""
+        """Copy `pieces` into the file. Return its size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

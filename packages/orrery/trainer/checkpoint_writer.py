@@ -2,7 +2,7 @@
 
 - Training waits only for the copy into shared memory and for the previous checkpoint. A saver
   process (`saver.py`) writes the copy to disk.
-- Callers write a step's metrics before its checkpoint, because a resumed run skips the step.
+- Callers write a step's metrics before its checkpoint, because a resumed run does not repeat it.
 """
 
 import json
@@ -64,7 +64,7 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Call `copy`, then `write`. `check` raises errors of past writes.
+    """Save checkpoints: call `copy`, then `write`. `check` raises errors of past writes.
 
     The `with` block's end waits for the last checkpoint.
     """
@@ -182,7 +182,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # not reached if `join` fails, so that `wait` can repeat
+        self._work = None  # stays set if `join` raises, so that `wait` can be repeated
         if work.error is not None:
             raise work.error
 
@@ -297,7 +297,7 @@ def _json(content: dict[str, Any]) -> bytes:
 class StageCheckpoints:
     """Write a rank's checkpoints of a stage.
 
-    `beside`: another role that writes a part. `spared`: bytes of shared memory to leave free.
+    `beside`: another role that writes part of them. `spared`: bytes of shared memory to leave free.
     """
 
     def __init__(
@@ -332,7 +332,8 @@ class StageCheckpoints:
         """Raise RunFailed if the next checkpoints do not fit on disk. A collective."""
         run_dir, keep = self._ctx.run_dir, self._ctx.manifest.trainer.checkpoint.keep
         held = min(keep, len(whole_checkpoints(run_dir, self._stage)))
-        count = min(num_left, keep + 1 - held)  # the oldest is removed after the newest is written
+        # + 1, because the oldest is removed after the newest is written.
+        count = min(num_left, keep + 1 - held)
         each = sum(self._learner.world.all_gather(self._writer.rank_bytes(self._learner)))
         if count * each > (free := shutil.disk_usage(run_dir).free):
             raise RunFailed(

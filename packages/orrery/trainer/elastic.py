@@ -60,7 +60,7 @@ from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
 FETCH_S = 60.0
-PHASE_S = 24 * 3600.0  # time limit for other sites' phase
+PHASE_S = 24 * 3600.0  # time limit for other sites' steps between two rounds
 ROUNDS = "rounds.json"
 T = TypeVar("T")
 # (last round, digest of its state, member ids or snapshot servers' addresses)
@@ -72,11 +72,11 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # per weight fragment: tokens or steps since its last exchange
+    tokens: list[int] = []  # tokens or steps since each fragment's last exchange
 
 
 class SiteTraining:
-    """`resumed`: folder of the loaded checkpoint.
+    """Exchange updates with other sites. `resumed`: folder of the loaded checkpoint.
 
     The next step reads data shard `shard` from document `start`.
     """
@@ -102,7 +102,7 @@ class SiteTraining:
         fragments = make_fragments(self._layers, spec.fragments) if spec.fragments > 1 else ()
         hosts = learner.world.all_gather(host_number())
         self._ranks_here = hosts.count(host_number())
-        self._free_bytes = available_bytes() // self._ranks_here  # before OuterLoop takes memory
+        self._free_bytes = available_bytes() // self._ranks_here  # before OuterLoop allocates
         times = "", spec.store_timeout_s
         self._loop = OuterLoop(
             optimizer, self._weights, None, self._exchange, *times, self._ranks, fragments
@@ -126,7 +126,7 @@ class SiteTraining:
             self._shards = msgspec.structs.replace(held.shards, holders={})
             if learner.outer_start:
                 self._loop.fragment_tokens = held.tokens
-        self._is_restarted = False  # whether no member was in the checkpoint's round
+        self._is_restarted = False  # True if no present member was in the resumed round
         self._is_resumed_rl = ctx.stage == "rl" and self._held > NO_ROUND
         self._inner_begin_s = time.monotonic()
 
@@ -171,7 +171,7 @@ class SiteTraining:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave. After the last round, first wait for late sites."""
+        """Leave the run. After the last round, first wait for late sites."""
         with self._stack:
             if kind is None and self._is_over:
                 with self._ctx.health.waiting("late sites", deadline_s=self._limit_s()):
@@ -199,7 +199,7 @@ class SiteTraining:
     def _delay(self, step: int) -> int:
         """Return the steps from sending an update to applying the round's result.
 
-        Return 0 at checkpoints, at the last step and in RL. Weights published in RL are final.
+        It is 0 at checkpoints, at the last step and in RL, because published weights are final.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -302,7 +302,7 @@ class SiteTraining:
             self._site.links = self._links
 
     def _sizes(self) -> tuple[int, int]:
-        """Return this rank's number of trained parameters, and bytes of inner state."""
+        """Return this rank's number of trained parameters, and bytes of the optimizer's state."""
         return self._weights.num_parameters, sum(tensor.nbytes for tensor in self._inner())
 
     def _join(self) -> None:
@@ -367,11 +367,11 @@ class SiteTraining:
     def _take_state(self, keeps_delta: bool) -> None:
         """Fetch the newest round's state from other sites. All ranks fetch the same round.
 
-        `keeps_delta` keeps this site's update, token counts and optimizer state.
+        With `keeps_delta`, keep this site's update, token counts and optimizer state.
         """
         rank, snapshot = self._learner.world.rank, None
         folder = self._folder.with_name(f"{self._folder.name}-taken")
-        limit_s = scaled(self._spec.store_timeout_s)  # time limit without a new block
+        limit_s = scaled(self._spec.store_timeout_s)  # time limit in which no block arrives
         end_s = time.monotonic() + limit_s
         while snapshot is None:
             number, digest, donors = self._ranks.from_first(self._newest, STANDING)
@@ -470,7 +470,7 @@ def pace_of(spec: Elastic) -> RoundPace:
 def fetched(
     folder: Path, number: int, digest: str, peers: list[str], certificates: Certificates
 ) -> Path:
-    """Fetch round `number` into `folder`. Remove older unfinished fetches."""
+    """Fetch the state of round `number`. Remove older unfinished fetches."""
     for left in folder.glob("*round_*"):
         if snapshot_dir(folder, number).name not in left.name:
             shutil.rmtree(left, ignore_errors=True)
@@ -524,7 +524,7 @@ def check_bits(found: str, digest: str, source: str) -> None:
 
 
 def _outer_state(snapshot: Path) -> tuple[Floats, Floats]:
-    """Return θ and m of a snapshot, each f32[n]."""
+    """Return a snapshot's weights θ and outer momentum, each f32[n]."""
     theta, momentum = (
         np.memmap(snapshot / name, np.float32, mode="r") for name in ("theta", "momentum")
     )

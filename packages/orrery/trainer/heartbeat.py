@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # for a step that compiles or connects ranks, or has only one rank
+WARM_UP_STALL_S = 600.0  # for steps that compile or connect ranks, or run on one rank
 IO_STALL_S = 300.0  # for one tensor or file on a shared file system
 
 

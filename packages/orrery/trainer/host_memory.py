@@ -20,7 +20,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """Files of cgroup v1 or v2. `page_cache`: keys in `memory.stat`."""
+    """File names of a cgroup version. `page_cache`: keys in `memory.stat`."""
 
     mount: str
     limit: str
@@ -89,7 +89,7 @@ def host_number() -> int:
 class _Pages(mmap.mmap):
     """Pages that `__del__` unregisters from CUDA. `weakref.finalize` would run too late.
 
-    CUDA cannot pin registered addresses again (error 712).
+    CUDA cannot pin an address again before it is unregistered (error 712).
     """
 
     address: int | None = None
@@ -101,7 +101,7 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return (u8 zeros [num_bytes], CUDA's error code or 0). Pin them if `device` is a GPU.
+    """Return zeros (u8 [num_bytes], pinned if `device` is a GPU) and CUDA's error code or 0.
 
     `file`: descriptor of a file to map. Raise OSError if memory is short.
     """
@@ -110,12 +110,12 @@ def host_block(num_bytes: int, device: torch.device, file: int | None = None) ->
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # a write without space raises SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # later, a write without space would raise SIGBUS
         pages = _Pages(file, num_bytes)
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0
-    torch.cuda.set_device(device)  # a new thread's current device is 0
+    torch.cuda.set_device(device)  # this may be a new thread, whose device is 0
     cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if not error:

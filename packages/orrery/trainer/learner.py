@@ -62,7 +62,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |log-prob difference| of `rl` tokens, or None without such tokens.
+        """Return the mean |log-prob difference| to engines over `rl` tokens, or None without any.
 
         Raise RunFailed if a `stop` bound is exceeded. A collective.
         """
@@ -162,7 +162,7 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`forward_backward`, `optimizer`: (begin, end) in Unix seconds."""
+    """`forward_backward`, `optimizer`: begin and end, in Unix seconds."""
 
     metrics: Metrics
     wait_s: float
@@ -175,7 +175,7 @@ class StepResult:
 
 
 class Learner:
-    """`step` is also the weights' version."""
+    """Train a policy. `step` counts optimizer steps, and is the weights' version."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ class Learner:
         self.outer_start: dict[str, torch.Tensor] = {}  # weights after DiLoCo's last round
         self.base_sha256: str | None = None
         self.guard: MismatchGuard | None = None
-        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds taken
-        # Maximum |gradient| at context-parallel exchanges and the embedding, to find a NaN's rank.
+        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds it took
+        # Maximum |gradient| at context-parallel exchanges and the embedding. It shows a NaN's rank.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -219,7 +219,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """`totals`: counts of `TOTALS` over all ranks.
+        """Train one batch. `totals`: counts of `TOTALS` over all ranks.
 
         Raise OrreryError if compilation fails.
         """
@@ -410,7 +410,7 @@ class Learner:
     def _name_gradient(self, step: int) -> None:
         """Raise RunFailed with the weight and ranks of a non-finite gradient.
 
-        NaN spreads towards the embedding, so name the weight nearest to the LM head.
+        Backward passes spread NaN towards the embedding, so name the weight nearest to the LM head.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())

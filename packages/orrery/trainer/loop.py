@@ -37,8 +37,8 @@ class RlLoop:
     receiver: RolloutReceiver
     checkpoints: StageCheckpoints
     batch_deadline_s: float
-    batch_behind_s: float  # time limit to receive a batch that another rank has
-    publish_still_s: float  # time limit of a publication without progress
+    batch_behind_s: float  # time limit to receive a batch after another rank did
+    publish_still_s: float  # time limit in which a publication makes no progress
     site: SiteTraining | None = None
     start_step: int = field(init=False)  # the resumed checkpoint's step, or 0
 

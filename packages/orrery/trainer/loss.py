@@ -30,7 +30,7 @@ class Targets:
     rl_weight: torch.Tensor
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
-    same_weights: torch.Tensor  # bool [M]: the current weights sampled the whole document
+    same_weights: torch.Tensor  # bool [M]: whether current weights sampled the whole document
 
 
 @dataclass
@@ -99,7 +99,7 @@ def policy_gradient(
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
         kept_advantage = keep * advantage
-    # Masked ratios may overflow, and 0 · inf is NaN.
+    # Masked ratios must be 1, because they may overflow, and 0 · inf is NaN.
     ratio = torch.where(kept_advantage != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
     return -kept_advantage * ratio + spec.penalty * log_ratio.square(), keep
 
@@ -113,11 +113,11 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of the loss (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: all ranks' tokens, by component.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: all ranks' token counts by component.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    # Excluded tokens may hold infinity, and 0 · inf is NaN.
+    # Replace excluded tokens' values, because they may be infinite, and 0 · inf is NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     kl_advantage = torch.where(
@@ -136,7 +136,7 @@ def loss(
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
         log_ratio = constant - engine
-        # KL(engine || trainer), in float64 because masked ratios may overflow
+        # KL(engine || trainer), in float64, because masked ratios may overflow float32
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

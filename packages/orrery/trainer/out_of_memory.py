@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: the manifest field to change, its gain and cost."""
+"""Explain an out-of-memory error: name the manifest field to change, its gain and its cost."""
 
 import os
 import re
@@ -138,7 +138,7 @@ def describe_device_error(
 ) -> str:
     """Describe torch's message `error`, and a remedy. `step` is None before training.
 
-    `capacity`: device bytes. `host_bytes`: available to this rank.
+    `capacity`: device bytes. `host_bytes`: host memory available to this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

@@ -44,7 +44,7 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], tokens whose hidden states predict the targets
     target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # expert ids [T, L, K] (routes). None: routers choose
+    routed_experts: torch.Tensor | None  # expert ids [T, L, K] (routes), or None if routers choose
     loss: Targets  # [M]
     origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age of weights in versions
     num_samples: int
@@ -53,7 +53,7 @@ class MicroBatch:
     routes_replayed: int = 0  # valid expert ids in `routed_experts`
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys chosen by engines' indexers
     is_padding: torch.Tensor | None = None  # bool [T]: tokens that pad cp shards or empty batches
-    choices_sent: int = 0  # (token, indexer) pairs with a choice among over top_k keys
+    choices_sent: int = 0  # (token, indexer) pairs that chose among more than top_k keys
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -85,7 +85,7 @@ def micro_batch(
     """Build the micro-batch that trains version `step` − 1.
 
     `shard` selects this context-parallel rank's tokens. `indexers`: (number, `top_k`) if engines
-    send chosen keys. Raise RunFailed for invalid samples or routes.
+    send the chosen keys. Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -103,7 +103,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"but no earlier token predicts it"
         )
-    if not len(scored):  # score one token, to join the LM head's collectives
+    if not len(scored):  # score one token, so that this rank joins the LM head's collectives
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)

@@ -1,7 +1,7 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
 - Over nccl and nixl, every rank sends its shards. Otherwise rank 0 writes gathered tensors.
-- `files` keeps the trained dtype. Other transports cast to the engines' dtype.
+- The transport `files` keeps the trained dtype. Others cast to the engines' dtype.
 """
 
 import json
@@ -59,7 +59,7 @@ class Publisher:
         pass
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed unless the batch's digests (`stamped`, by version) are as published."""
+        """Raise RunFailed unless the batch's digests (`stamped`, by version) were published."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"

@@ -34,9 +34,9 @@ from orrery.wire import checkpoints, nfs
 
 COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
-SYNC_BYTES = 1 << 30  # bytes between syncs, to limit dirty pages
+SYNC_BYTES = 1 << 30  # bytes written between syncs, to limit dirty pages
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # after the trainer's end: time limit without data from other ranks
+ORPHAN_S = 20.0  # time limit without data from other ranks, once the trainer has ended
 MAX_STARTS = 3
 POLL_S = 0.1
 
@@ -115,7 +115,7 @@ def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], b
             return
         now = 0
         for name in found:
-            with suppress(OSError):  # a file was renamed meanwhile
+            with suppress(OSError):  # another rank may have renamed the file
                 now += (partial / name).stat().st_size
         if now != size:
             size, grown_s = now, time.monotonic()
@@ -196,7 +196,7 @@ class Saver:
     def __init__(self, memory: Path) -> None:
         self._memory, self._is_closed = memory, False
         self._process: subprocess.Popen[bytes] | None = None
-        self._starting = threading.Lock()  # `save` runs in another thread
+        self._starting = threading.Lock()  # `save` and `close` run in different threads
 
     def offer(self, job: SaveJob) -> None:
         """Write `job.json`, so that the copy is saved even if the trainer ends."""
@@ -276,7 +276,7 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
         process.stdin.write(b"\n")
         process.stdin.flush()
         return process.stdout.readline()
-    except (OSError, ValueError):  # ValueError: `close` was called
+    except (OSError, ValueError):  # ValueError after `close`
         return b""
 
 
@@ -329,7 +329,7 @@ class Uploads:
 
     def finish(self) -> None:
         if self._process is not None:
-            self._process.wait()  # this upload may lack the newest checkpoint
+            self._process.wait()  # then begin again, because it may lack the newest checkpoint
         self.begin()
         if self._process is not None:
             self._process.wait()
@@ -360,12 +360,12 @@ def main() -> None:
         serve(Path(folders[0]), sys.stdin.buffer, sys.stdout.buffer)
         return
     for memory in map(Path, folders):
-        with suppress(FileNotFoundError), _locked(memory):  # wait for a running saver
+        with suppress(FileNotFoundError), _locked(memory):  # waits for a running saver
             if not inherited(memory):
                 finish(memory)
             elif (memory / JOB).exists():
                 print(
-                    f"checkpoint: {memory}: is lost, because it ended with its saver",
+                    f"checkpoint: {memory}: is lost, because its memory ended with its saver",
                     file=sys.stderr,
                 )
         shutil.rmtree(memory, ignore_errors=True)

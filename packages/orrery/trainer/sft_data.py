@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 CHECKED_TOKENS = 2_000_000  # tokens that each rank checks at start
 CHECKED_AT_ONCE = 64
 CHECKED_CHARACTERS = 1_000_000
-KEPT_TOKENS = 32_000_000  # maximum tokens cached for later epochs, 5 bytes each
+KEPT_TOKENS = 32_000_000  # maximum number of tokens cached for later epochs, 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
 REFUSED = ("functions", "chat_template_kwargs")  # unsupported fields that would change the prompt
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
@@ -71,7 +71,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """Indexing raises OrreryError for a malformed chat."""
+    """Chats by index. Indexing raises OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -79,7 +79,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Raise OrreryError if the data is missing, changed or empty."""
+    """Open chats. Raise OrreryError if the data is missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -463,7 +463,7 @@ class Texts:
 def load_examples(
     manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
 ) -> Examples | Texts:
-    """Open the training data, and check this rank's examples. `share`: (rank, ranks)."""
+    """Open the training data, and check this rank's examples. `share`: (rank, number of ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples

@@ -52,7 +52,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Keep the newest `keep` checkpoints, and remove (abandoned) later steps."""
+        """Upload a checkpoint. Keep the newest `keep`, and remove (abandoned) later steps."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -66,7 +66,7 @@ class FsspecTarget:
         self._files.pipe_file(f"{self._root}/{newest}", msgspec.json.encode(header))
         kept: dict[str, StateSnapshot] = {}
         for path in reversed(self._headers()):
-            # Skip unreadable headers, which killed uploads leave.
+            # Remove unreadable headers too, because killed uploads leave them.
             with suppress(msgspec.MsgspecError, ElasticError):
                 if len(kept) < keep and path.rpartition("/")[2] <= newest:
                     kept[path] = self._header(path)
@@ -153,7 +153,7 @@ def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
 
 
 def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
-    """Raise OrreryError if the run already has a checkpoint."""
+    """Fetch the newest checkpoint. Raise OrreryError if the run already has one."""
     folder = checkpoints_dir(run_dir, stage)
     if checkpoints.latest(run_dir, stage) is not None:
         raise OrreryError(

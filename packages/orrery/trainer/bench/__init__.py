@@ -69,7 +69,7 @@ class BenchRequest:
     seed: int
     options: Options
     document_tokens: int
-    overrides: dict[str, list[Any]]  # field → [manifest's value, measured value]
+    overrides: dict[str, list[Any]]  # field → [value in the manifest, value in the benchmark]
 
     @property
     def num_devices(self) -> int:
@@ -205,7 +205,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Fit dp_shard to `devices`. Unless `given` has ep, reduce ep to divide dp_shard · cp."""
+    """Fit dp_shard to `devices`. Unless `given` has ep, reduce it to a divisor of dp_shard · cp."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -280,7 +280,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # Like log-probs of a random network, so that importance ratios stay finite.
+        # A random network has such log-probs, so importance ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),

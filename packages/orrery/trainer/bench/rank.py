@@ -56,7 +56,7 @@ _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|
 # (kind, regex of kernel name, regex of a surrounding profiler range). First match wins.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before "optimizer", because FSDP's copies match it too
+    ("sharding copies", None, r"FSDP::"),  # first, because FSDP's copies also match "optimizer"
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
@@ -98,7 +98,7 @@ def main() -> None:
     partial.write_text(json.dumps(answer))
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
-        os._exit(1)  # an orderly exit would wait for collectives
+        os._exit(1)  # an orderly exit would wait for unfinished collectives
 
 
 def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
     weights.initialize_on_device(policy.network, STD, request.seed, world.device)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # random, because multiplying zeros is faster
+            for weight in (adapter.a, adapter.b):  # products of zeros would run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -221,13 +221,13 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict, filled on exit with the GPU's mean clock and power."""
+    """Yield a dict. On exit, fill it with the GPU's mean clock and power."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
         yield found
         return
-    # nvidia-smi ignores CUDA_VISIBLE_DEVICES.
+    # Pass a UUID, because nvidia-smi ignores CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     with tempfile.TemporaryFile("w+") as file:
         with clock_reader(command, uuid, file.fileno()):
@@ -265,14 +265,14 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one profiled step. `by_kind` adds up to `step_s`."""
+    """Seconds that parts of one profiled step take. `by_kind` adds up to `step_s`."""
 
     step_s: float
     by_kind: dict[str, float]
     by_pass: dict[str, dict[str, float]]
-    communication_total_s: float  # includes communication during computation
+    communication_total_s: float  # includes communication that overlaps computation
     num_kernels: int
-    longest: list[tuple[str, str, float, int]]  # (name, kind, seconds, count)
+    longest: list[tuple[str, str, float, int]]  # slowest kernels: (name, kind, seconds, launches)
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class HostCopies:
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the profiled step's time by kernel kind, pass and kernel.
 
-    In `by_kind`, overlapping time counts as the first of: computation, copies, communication.
+    Where kinds overlap, `by_kind` counts the first of: computation, copies, communication.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -444,7 +444,7 @@ def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, fl
         if at > clock:
             active = [each for each, count in running.items() if count]
             owners = [each for each in active if each not in (COPIES, COMMUNICATION)]
-            if not owners:  # copies before communication, as in KINDS
+            if not owners:  # `active` is in KINDS' order, with copies before communication
                 owners = active[:1] or [IDLE]
             for owner in owners:
                 time_us[owner] += (at - clock) / len(owners)

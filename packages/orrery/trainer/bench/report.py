@@ -63,7 +63,7 @@ def result(
         [length for group in groups for length in group["steps"][n]["lengths"]]
         for n in range(asked.steps)
     ]
-    tokens = [sum(lengths) for lengths in every]  # without padding
+    tokens = [sum(lengths) for lengths in every]  # padding is not counted
     speeds = [
         count / request.num_devices / seconds for count, seconds in zip(tokens, step_s, strict=True)
     ]
@@ -128,7 +128,7 @@ def _work(
 ) -> dict[str, float | None]:
     """Return FLOPs per token, TFLOP/s per device and MFU.
 
-    `every`: document lengths by step. `device_s`: mean step seconds · devices.
+    `every`: document lengths by step. `device_s`: mean seconds per step · number of devices.
     """
     model, trainer = request.model, request.trainer
     if not is_counted(model):

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from orrery.models.placement import local_tensor
 from orrery.trainer.parallel.world import World
 
-CPU_PART = 1 << 16  # maximum values per float32 sum
+CPU_PART = 1 << 16  # maximum number of values in a float32 sum
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
-    """Return {mesh axis: tensor dimension} of the axes that shard `weight`."""
+    """Return {mesh axis: tensor dimension that it shards}."""
     if not isinstance(weight, DTensor):
         return {}
     return {
@@ -48,7 +48,7 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Average, because rounding differences would let replicas diverge.
+        # Average over replicas, because rounding differences would let them diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()

@@ -41,7 +41,7 @@ EPSILON = 1e-7
 class GateUp:
     """Layout of an MLP's gate and up projections in one weight [M, N] or [B, M, N].
 
-    `dim`: −2 for joined rows, −1 for joined columns. Gate comes first unless `is_interleaved`.
+    `dim`: −2 if rows are joined, −1 if columns are. Gate comes first unless `is_interleaved`.
     """
 
     dim: int = -2
@@ -155,7 +155,7 @@ class MatrixShard:
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """Return (mesh, axis, dim) if exactly one mesh axis splits matrices."""
+        """Return (mesh, axis, dim), or None unless exactly one mesh axis splits matrices."""
         if len(self.axes) != 1:
             return None
         assert isinstance(self.source, DTensor)

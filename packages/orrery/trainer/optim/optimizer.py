@@ -32,12 +32,12 @@ from orrery.trainer.host_memory import host_block
 from orrery.trainer.optim.gradient import sharding_axes
 from orrery.trainer.optim.rules import ParamGroup, WeightPart
 
-ALIGNMENT = 128  # in values, for vectorised kernels
-RESIDENT_BYTES = 1 << 30  # bucket size, to bound temporary memory
+ALIGNMENT = 128  # shards start at multiples of it, for vectorised kernels
+RESIDENT_BYTES = 1 << 30  # bucket size for state on the device, to bound temporary memory
 
 
 def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup]:
-    if group.rule.needs_whole_shards:  # all ranks must split alike, since they exchange buckets
+    if group.rule.needs_whole_shards:  # all ranks must split alike, because they exchange buckets
         sizes = [-(-weight.numel() // _num_shards(weight)) for weight in group.weights]
     else:
         sizes = [local_tensor(weight).numel() for weight in group.weights]
@@ -104,7 +104,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole shards, with the same parameters on all ranks."""
+        """Yield windows that hold whole shards, with the same parameters on all ranks."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):
@@ -208,7 +208,7 @@ class StateOffload:
         while self._num_fetched < len(self._buckets):
             if len(self._slots) + len(self._leaving) < self._limit:
                 slot = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
-                if self._cuda:  # queued kernels may still use this memory
+                if self._cuda:  # queued kernels may still use the slot's memory
                     self._inward.wait_stream(torch.cuda.current_stream(self.device))
             elif self._leaving:
                 index, slot = self._leaving.popleft()
@@ -265,7 +265,7 @@ class StateOffload:
 
 
 class StateStream:
-    """`one`, `many`: memory plans for one and for several micro-batches."""
+    """Stream state during `blocks`. `one`, `many`: plans for one and several micro-batches."""
 
     def __init__(
         self, offload: StateOffload, blocks: Sequence[nn.Module], one: StateRooms, many: StateRooms
@@ -371,7 +371,7 @@ class BucketedOptimizer:
             parts = prepared[index] if is_prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # at most one sync per device
+                if device not in divisors:  # convert once per device, because each transfer syncs
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])
@@ -453,7 +453,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (state key, weight name, local tensor, box) in `weights` order, with sorted keys.
 
-    `box`: region of the full tensor, or () for a scalar. Fill the tensors to load state.
+    `box`: region of the full tensor, or () for a scalar. To load state, write to the tensors.
     """
     state = optimizer.state
     for name, weight in weights.items():

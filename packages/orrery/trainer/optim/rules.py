@@ -53,7 +53,7 @@ class ParamGroup:
 
 
 def is_bias(name: str) -> bool:
-    return name.endswith("bias")  # by name, because stacked biases have `ndim` 2
+    return name.endswith("bias")  # not by `ndim`, because stacked biases have 2
 
 
 class AdamWRule(UpdateRule):

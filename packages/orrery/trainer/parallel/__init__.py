@@ -1,4 +1,4 @@
-"""Apply parallelism to single-device model code, in this order (kind: changed parts).
+"""Apply parallelism to single-device model code, in this order (kind: the parts that it changes).
 
 1. Context parallel: attention cores, or key modules of latent attention
 2. Expert parallel: experts and their token exchange

@@ -41,7 +41,7 @@ class HostBufferPool:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Return a buffer of at least `num_bytes`, and an event to await before writing."""
+        """Return a buffer of at least `num_bytes`, and an event to await before writing to it."""
         size = 1 << (num_bytes - 1).bit_length()
         if self._free[size]:
             return self._free[size].pop()

@@ -47,7 +47,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Block kinds, with or without gradients and routes, need more than torch's limit of 8 graphs.
+# Block kinds, with or without gradients and routes, need more graphs than torch's limit of 8.
 MAX_GRAPHS = 64
 
 
@@ -320,7 +320,7 @@ def _methods(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 class _Calls:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        self._results: dict[int, Tensor] = {}  # by storage address, during the forward pass
+        self._results: dict[int, Tensor] = {}  # of a forward pass, by storage address
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
         pack, unpack = storage_of_results()

@@ -37,7 +37,7 @@ from orrery.trainer.parallel.gathered_keys import GatheredKeys
 from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import MicroBatch, Policy, unweighted_token
 
-_KEYS, _GRADIENTS = 0, 1  # message tags in a ring
+_KEYS, _GRADIENTS = 0, 1  # message tags
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
@@ -56,7 +56,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if not num_spread:
         family = policy.network.config.family
         raise OrreryError(
-            f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; "
+            f"trainer.mesh.cp {trainer.mesh.cp}: family {family!r} lacks context parallel; "
             "set trainer.mesh.cp to 1"
         )
 
@@ -127,7 +127,7 @@ def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the `tokens` of `batch`. Only the first rank keeps the counts."""
+    """Return the `tokens` of `batch`. Only the first rank keeps counts, because ranks sum them."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
@@ -177,7 +177,7 @@ class UlyssesCore(nn.Module):
     G: key and value heads, K: head size
     """
 
-    eager = ("forward",)  # not compiled (`blocks.py`)
+    eager = ("forward",)  # `blocks.py` does not compile it
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ def _to_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Ten
 
 
 class Halves(NamedTuple):
-    early: Tensor  # i64 [T / 2], token indices
-    late: Tensor  # i64 [T / 2]
+    early: Tensor  # i64 [T / 2], tokens of early pieces
+    late: Tensor  # i64 [T / 2], tokens of late pieces
     cu_whole: Tensor  # i32 [documents + 1], offsets of whole documents
     cu_half: Tensor  # i32 [documents + 1], offsets in `early` and `late`
     max_whole: int

@@ -112,7 +112,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 class TorchExchange(nn.Module):
     """Send each token once to each rank that holds any of its experts. Sum the results."""
 
-    eager = ("forward",)  # not compiled (`blocks.py`)
+    eager = ("forward",)  # `blocks.py` does not compile it
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class TorchExchange(nn.Module):
         here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
         y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
-        # A token has one row per rank. Its other experts on that rank point to a row of zeros.
+        # A token has one row per rank, the sum of its experts there. Its other slots read zeros.
         if len(rows.row_M) > num_sent:
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)

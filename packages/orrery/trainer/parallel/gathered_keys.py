@@ -31,9 +31,9 @@ class KeyOrder(NamedTuple):
     """
 
     row: Tensor  # i64 [K], rows of the all-gathered keys
-    parts: list[tuple[Tensor, Tensor | None]]  # each copy's rows, and indices in `row` (None: all)
+    parts: list[tuple[Tensor, Tensor | None]]  # rows of each copy, and indices in `row` (None: all)
     first: Tensor  # i32 [t], each query's first key in the padded stream
-    last: Tensor  # i32 [t], each query's last key (its own)
+    last: Tensor  # i32 [t], each query's last key: the query's own token
     queries: Documents  # early and late pieces as separate sequences
     keys: Documents  # whole documents if latent, otherwise each document up to the piece's end
 
@@ -87,7 +87,7 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each prefix key's row of the all-gathered keys, and its index in `KeyOrder.row`."""
+    """Return rows of each document's first `length` keys, and their indices in `KeyOrder.row`."""
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
     offset = offset - before.repeat_interleave(length, output_size=total)
@@ -99,10 +99,10 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Recomputation gathers the keys again, unless `keeps` stores them."""
+    """All-gather keys. Recomputation does it again, unless `keeps` stores them."""
 
     is_gathered = True
-    eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)
+    eager = ("send", "receive", "ranges", "sides")  # `blocks.py` does not compile them
 
     def __init__(self, group: dist.ProcessGroup, keeps: bool) -> None:
         super().__init__()

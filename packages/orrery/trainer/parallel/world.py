@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # includes slow imports
+JOIN_DEADLINE_S = 600.0  # ranks may import slowly before they join
 COLLECTIVE_BLOCKS = 16  # our default of NCCL_MAX_CTAS (thread blocks)
 
 
@@ -114,7 +114,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # CUDA_VISIBLE_DEVICES may leave only this rank's GPU.
+    # CUDA_VISIBLE_DEVICES may show only this rank's GPU.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
@@ -140,14 +140,14 @@ def _divide_multiprocessors() -> None:
     blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
     if not blocks.isdigit():
         raise RunFailed(
-            f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, "
+            f"NCCL_MAX_CTAS = {blocks!r}: is not a number of thread blocks; unset it, "
             f"or set it to {COLLECTIVE_BLOCKS}"
         )
     reserve_multiprocessors(int(blocks))
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """A collective. Raise RunFailed if `mesh` needs more or fewer ranks."""
+    """Make device meshes. Raise RunFailed if `mesh` needs another number of ranks. A collective."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but this stage has {found} ranks")
