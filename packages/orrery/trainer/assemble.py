@@ -148,7 +148,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 def batch_deadline_s(manifest: Manifest) -> float:
     """Return the time limit to receive a batch, in seconds.
 
-    In this time, engines may sample an evaluation and a batch, in waves of concurrent rollouts.
+    Meanwhile, engines may sample an evaluation and a batch, in waves of concurrent rollouts.
     """
     orchestrator, tasks = manifest.orchestrator, manifest.tasks.evaluation
     evaluation, admission = orchestrator.evaluation, orchestrator.admission

@@ -499,7 +499,6 @@ def await_late(log: EpochLog, site_id: str, limit_s: float) -> bool:
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
-    """Raise ElasticError if a closed run has begun without this site."""
     if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
         raise ElasticError(
             "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "

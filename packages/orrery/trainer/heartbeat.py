@@ -25,7 +25,7 @@ from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
 WARM_UP_STALL_S = 600.0  # for steps that compile or connect ranks, or run on one rank
-IO_STALL_S = 300.0  # for one tensor or file on a shared file system
+IO_STALL_S = 300.0  # for each tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:

@@ -299,7 +299,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return text that names a non-finite weight, if any. A collective."""
+        """Return text that names a non-finite weight, or says that all are finite. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -383,7 +383,7 @@ class Learner:
         for index, name in enumerate(StepSums.NAMES):
             if not math.isfinite(values[name]):
                 is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
-                where = "in the sum over ranks, and finite on each"
+                where = "in the sum over ranks, but finite on each rank"
                 if any(is_bad):
                     where = f"on rank {is_bad.index(1)}"
                 blame = self.weights_to_blame()

@@ -116,6 +116,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return f32 zeros by weight name for DiLoCo's outer state."""
+    """Return f32 zeros by weight name, as DiLoCo's first outer state."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

@@ -100,7 +100,6 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Raise OrreryError if `options` do not fit `manifest`."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)

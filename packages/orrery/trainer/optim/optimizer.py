@@ -152,7 +152,7 @@ class StateOffload:
         self.drains_late = False  # whether slots stay allocated until `drain`
         self._limit = NUM_SLOTS
         self._slots: dict[int, Tensor] = {}
-        self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), oldest first
+        self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot) on the way to the host
         self._num_fetched = 0
         self._cuda = self.device.type == "cuda"
         if self._cuda:

@@ -64,6 +64,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     blocks.recompute_modules(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # The FP8 cache needs compute-dtype copies, because it detects a change by their `_version`.
+    # The FP8 cache detects changed weights by the `_version` of compute-dtype copies.
     if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)
