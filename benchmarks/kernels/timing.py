@@ -8,6 +8,7 @@ import os
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from orrery.trainer.bench.rank import STEP, divide_step, trace_events
 from record import parser_of, record
 
 STARTED = time.monotonic()
@@ -91,6 +94,23 @@ def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
         after.record()
     torch.cuda.synchronize()
     return statistics.median(before.elapsed_time(after) for before, after in events)
+
+
+def profiled(call: Callable[[], Any], count: int = 1) -> dict[str, Any]:
+    """Return a call's device time by kind, and its longest kernels with launches, in ms / count."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as trace, record_function(STEP):
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        phases = divide_step(trace_events(trace, Path(folder)), STEP)
+    ms = 1e3 / count
+    by_kind = {kind: round(s * ms, 2) for kind, s in phases.by_kind.items() if s * ms > 5e-3}
+    longest = [[name, round(s * ms, 2), launches] for name, _, s, launches in phases.longest]
+    return {"ms_by_kind": by_kind, "longest_kernels": longest}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from timing import GEMM_FLOPS, copy_out, milliseconds, smoke_and_device
+from timing import GEMM_FLOPS, copy_out, milliseconds, profiled, smoke_and_device
 
 from orrery.kernels.expert_rows import sort_by_expert
 from orrery.kernels.token_logprob import token_logprob
@@ -122,7 +122,7 @@ def timed(name: str, call: Callable[[], Any], bound_ms: float, count: int = 1) -
     ms = milliseconds(call, 3) / count
     print(f"{name}: {ms:.2f} ms, bound {bound_ms:.3g} ms, {bound_ms / ms:.3g}", flush=True)
     row = {"variant": name, "unit": "of the bound", "value": bound_ms / ms}
-    return {**row, "ms": ms, "bound_ms": bound_ms}
+    return {**row, "ms": ms, "bound_ms": bound_ms, **profiled(call, count)}
 
 
 def time_layers(

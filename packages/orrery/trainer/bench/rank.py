@@ -63,6 +63,7 @@ _RULES = (
     ("elementwise", r"^triton_(poi|red|per|fused)_", None),
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
+    ("attention", None, r"orrery::(sparse_mla|chosen_|select_|engine_keys|quantize_index)"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
     ("grouped products", r"gemm|mm|nvjet|cutlass|wgmma", r"grouped_m|fp8_grouped"),
     ("expert rows", r"spread_rows|sum_rows|swiglu_rows|expert_rows|sort|Sort|histogram", None),
@@ -202,11 +203,15 @@ def profiled_step(
         wait_for(world.device)
     if trace is None:
         return {}
-    path = folder / "trace.json"
-    trace.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
+    events = trace_events(trace, folder)
     copies = {direction: asdict(one) for direction, one in host_copies(events, STEP).items()}
     return {"phases": asdict(divide_step(events, STEP)), "host_copies": copies}
+
+
+def trace_events(trace: profile, folder: Path) -> list[Event]:
+    path = folder / "trace.json"
+    trace.export_chrome_trace(str(path))
+    return json.loads(path.read_text())["traceEvents"]
 
 
 def wait_for(device: torch.device) -> None:
