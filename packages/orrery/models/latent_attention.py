@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from orrery.kernels import sparse_index_fp8
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.fp8.products import Parts
+from orrery.kernels.head_products import head_products
 from orrery.kernels.key_bits import engine_keys
 from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
@@ -287,13 +288,12 @@ class LatentAttention(nn.Module):
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys: [q_THN · `kv_b_proj`'s key rows, q_THR]."""
         key_HNC, _ = self._up_projections()
-        q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
-        return torch.cat((q_THC, q_THR), dim=-1)
+        return head_products(q_THN, key_HNC.to(q_THN.dtype), q_THR)
 
     def _attend_sparsely(self, q_THW: Tensor, kv_SW: Tensor, chosen_TK: Tensor) -> Tensor:
         _, value_HVC = self._up_projections()
         out_THC, _ = sparse_mla(q_THW, kv_SW, chosen_TK, self.scale, self.mla.kv_lora_rank)
-        return torch.einsum("thc,hvc->thv", out_THC, value_HVC.to(out_THC.dtype))
+        return head_products(out_THC, value_HVC.to(out_THC.dtype).transpose(1, 2))
 
     def _up_projections(self) -> tuple[Tensor, ...]:
         mla = self.mla

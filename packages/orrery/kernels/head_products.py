@@ -1,0 +1,78 @@
+"""Multiply each head's rows by a matrix of that head.
+
+T tokens, H heads, I input width, O output width, R width of the tail
+
+    out_tho = Σ_i x_thi weight_hio            out_th = [out_th, tail_th]
+
+cuBLAS reads and writes the token-major tensors in place. An `einsum` copies its results, because it
+computes them head-major.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+from torch import Tensor
+
+
+def head_products(x_THI: Tensor, weight_HIO: Tensor, tail_THR: Tensor | None = None) -> Tensor:
+    """Return the products, followed by the columns of `tail`: [T, H, O + R] in x's dtype.
+
+    Raise ValueError on other shapes or dtypes.
+    """
+    (num_rows, num_heads, width), dtype = x_THI.shape, x_THI.dtype
+    is_known = weight_HIO.shape[:2] == (num_heads, width) and weight_HIO.dtype == dtype
+    if tail_THR is not None:
+        is_known &= tail_THR.shape[:2] == (num_rows, num_heads) and tail_THR.dtype == dtype
+    if not is_known:
+        shapes = [[x.dtype, list(x.shape)] for x in (x_THI, weight_HIO, tail_THR) if x is not None]
+        raise ValueError(f"{shapes} must be [T, H, I], [H, I, O] and [T, H, R] of one dtype")
+    return torch.ops.orrery.head_products(x_THI, weight_HIO, tail_THR)
+
+
+def reference_head_products(
+    x_THI: Tensor, weight_HIO: Tensor, tail_THR: Tensor | None = None
+) -> Tensor:
+    out_THO = torch.einsum("thi,hio->tho", x_THI, weight_HIO)
+    return out_THO if tail_THR is None else torch.cat((out_THO, tail_THR), dim=-1)
+
+
+@torch.library.custom_op("orrery::head_products", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, tail: Tensor | None) -> Tensor:
+    out, width = _empty(x, weight, tail), weight.shape[2]
+    torch.bmm(x.transpose(0, 1), weight, out=out[..., :width].transpose(0, 1))
+    if tail is not None:
+        out[..., width:] = tail
+    return out
+
+
+@_forward.register_fake
+def _empty(x, weight, tail):
+    tail_width = 0 if tail is None else tail.shape[2]
+    return x.new_empty(*x.shape[:2], weight.shape[2] + tail_width)
+
+
+@torch.library.custom_op("orrery::head_products_backward", mutates_args=())
+def _backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    grad_HTO = grad[..., : weight.shape[2]].transpose(0, 1)
+    grad_x = x.new_empty(x.shape)
+    torch.bmm(grad_HTO, weight.transpose(1, 2), out=grad_x.transpose(0, 1))
+    return grad_x, torch.bmm(x.permute(1, 2, 0), grad_HTO)
+
+
+@_backward.register_fake
+def _(grad, x, weight):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, tail = inputs
+    ctx.has_tail = tail is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx, grad):
+    x, weight = ctx.saved_tensors
+    grads = torch.ops.orrery.head_products_backward(grad, x, weight)
+    return *grads, grad[..., weight.shape[2] :] if ctx.has_tail else None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
