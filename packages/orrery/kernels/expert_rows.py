@@ -1,4 +1,4 @@
-"""Sort token rows by expert and back, and apply SwiGLU between an expert's products.
+"""Sort token rows by expert and back, and apply SwiGLU between an expert's matrix products.
 
 T tokens, K experts per token, M = T·K routed rows, E experts, D hidden size, I intermediate size
 
@@ -7,7 +7,7 @@ T tokens, K experts per token, M = T·K routed rows, E experts, D hidden size, I
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-Sums are in float32, in a fixed order.
+Sums are computed in float32, in a fixed order.
 """
 
 import os
@@ -27,7 +27,7 @@ Backend = Literal["aten", "triton"]
 
 
 class RowOrder(NamedTuple):
-    """Rows are slots sorted by expert. Slot t·K + k holds token t's k-th expert."""
+    """The order of slots sorted by expert. Slot t·K + k is for token t's k-th expert."""
 
     row_M: Tensor  # i64: slot of each row (padding: 0)
     place_TK: Tensor  # i64: row of each slot

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 2048  # columns in registers at once
+MAX_BLOCK = 2048  # maximum columns that a program holds in registers
 
 
 def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Run FlashMLA's sparse forward pass on Hopper.
 
 The library `_flashmla_C` of vLLM's wheel is loaded without importing vLLM. A test call finds
-the base of FlashMLA's log-sum-exp, e or 2.
+whether FlashMLA's log-sum-exp has base e or 2.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512  # widths of a key and its value
-HEADS, KEYS = 64, 128  # HEADS must divide the number of heads, KEYS that of chosen keys
+HEADS, KEYS = 64, 128  # divisors of the numbers of query heads and of chosen keys
 
 
 class FlashMLA(NamedTuple):
@@ -41,7 +41,7 @@ def load() -> FlashMLA | None:
         operation = torch.ops._flashmla_C.sparse_prefill_fwd.default
         return FlashMLA(operation, lse_factor(_lse_of_zeros(operation), KEYS // 2))
     except (OSError, RuntimeError, AttributeError, ValueError) as error:
-        log.warning("FlashMLA fails here, and Triton runs in its place: %s", error)
+        log.warning("FlashMLA cannot run, so sparse attention uses Triton: %s", error)
         return None
 
 
@@ -60,9 +60,9 @@ def supports(q_THD: Tensor, value_width: int, num_chosen: int) -> bool:
 def forward(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, length_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. `supports` must be true.
+    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H], if `supports` returned True.
 
-    `length_T`: `sparse_mla_triton.lengths(indices_TK)`. For length 0, out is undefined.
+    `length_T` is `sparse_mla_triton.lengths(indices_TK)`. Where it is 0, out is undefined.
     """
     library = load()
     assert library is not None
@@ -73,12 +73,12 @@ def forward(
 def lse_factor(lse: float, num_keys: int) -> float:
     """Return the factor that converts FlashMLA's log-sum-exp to base e.
 
-    `lse`: FlashMLA's log-sum-exp of `num_keys` zeros. Raise ValueError unless its base is e or 2.
+    `lse` is FlashMLA's result for `num_keys` zeros. Raise ValueError unless its base is e or 2.
     """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:
             return factor
-    raise ValueError(f"the log-sum-exp of {num_keys} zeros is {lse:.4g}, so its base is unknown")
+    raise ValueError(f"FlashMLA's log-sum-exp of {num_keys} zeros, {lse:.4g}, has an unknown base")
 
 
 def _lse_of_zeros(operation: Any) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from orrery.kernels import HAS_TRITON
 
-# Private torch API. Without it, products are slow during collectives.
+# A private function of torch. Without it, products are slow during collectives.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
 
@@ -143,7 +143,7 @@ def adapted_grouped_matmul(
 ) -> Tensor:
     """Return [M, N]: x's rows of group e times (weight[e] + b[e] a[e])ᵀ.
 
-    a is [E, R, K], b is [E, N, R]. For the rest, see `grouped_matmul`.
+    a is [E, R, K], b is [E, N, R]. `grouped_matmul` explains the other arguments.
     """
     (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
     wide = weight_ENK.shape == (num_groups, b_ENR.shape[1], width) and a_ERK.shape[2] == width

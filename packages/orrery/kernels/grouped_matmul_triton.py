@@ -1,6 +1,6 @@
 """Triton kernels for LoRA adapters in grouped products, from x [M, K] to y [M, N].
 
-Sums are float32. x a[e]ᵀ is rounded to x's dtype before the product with b[e]ᵀ.
+Sums are in float32. x a[e]ᵀ is rounded to x's dtype before the product with b[e]ᵀ.
 """
 
 # mypy: disable-error-code="no-untyped-def"

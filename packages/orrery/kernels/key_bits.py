@@ -1,4 +1,4 @@
-"""Compare the sparse-attention keys that an inference engine chose with the trainer's.
+"""Compare an inference engine's keys for sparse attention with the trainer's.
 
 T queries, K chosen keys, B bytes per query. Bit j of byte b is key 8·b + j of the query's document.
 """
@@ -15,10 +15,10 @@ def engine_keys(
 ) -> tuple[Tensor, Tensor]:
     """Return each query's keys, i32 [T, K], and two counts, i64 [2].
 
-    `bits`: the engine's keys. `own`: the trainer's keys, i32 indices or −1. Query t may attend to
-    keys first_t to last_t. A query is valid if this range has more than K keys, and the engine set
-    exactly K bits, all in the range. Valid queries get the engine's keys, others keep `own_t`.
-    The counts are of valid queries, and of their engine keys that `own_t` lacks.
+    `bits` are the engine's keys, `own` the trainer's keys (i32 indices or −1). Query t may attend
+    to keys first_t to last_t. A query is valid if this range has more than K keys, and the engine
+    set exactly K bits, all in the range. Valid queries get the engine's keys, others keep `own_t`.
+    The counts are of valid queries, and of their engine keys missing in `own_t`.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 

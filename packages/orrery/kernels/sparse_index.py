@@ -1,4 +1,4 @@
-"""Choose the keys that each query attends to (DeepSeek-V3.2's lightning indexer).
+"""Choose the keys that each query attends to, as DeepSeek-V3.2's lightning indexer does.
 
 T queries, S keys, H indexer heads, D indexer width
 
@@ -111,7 +111,7 @@ def _select_keys(
 def _stream(
     q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int
 ) -> Tensor:
-    """Return the best keys. Chunks are in ascending order, so stable sorting keeps low indices."""
+    """Return the best keys. Chunks of keys ascend, so stable sorting keeps low indices in ties."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     best_TK = torch.full((q.shape[0], top_k), -torch.inf, dtype=dtype, device=q.device)
     index_TK = torch.full_like(best_TK, -1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Compute the KL loss that trains an indexer to score keys as attention weighs them.
+"""Compute the KL loss that trains an indexer's scores to match attention weights.
 
 T queries, S keys, H heads, D key width, J indexer heads, I indexer width, K chosen keys
 
@@ -33,7 +33,7 @@ def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Te
 
 @torch.no_grad()
 def attention_of_chosen(q_THD: Tensor, kv_SD: Tensor, chosen_TK: Tensor, scale: float) -> Tensor:
-    """Return p, f32 [T, K], 0 where `chosen_TK` is −1."""
+    """Return attention weights p, f32 [T, K], 0 where `chosen_TK` is −1."""
     return torch.ops.orrery.attention_of_chosen(q_THD, kv_SD, chosen_TK, scale)
 
 

@@ -1,8 +1,8 @@
 """Triton kernels of the indexer: score a chunk of queries, then choose each query's best keys.
 
-C queries of a chunk, K chosen keys. `sparse_index` defines other letters. A choice has three steps.
-From a sample, `_guess` estimates a score that somewhat more than K keys of a row reach. `_collect`
-writes these keys. `_choose` takes the K best of them, or of the whole row if the guess was wrong.
+C queries per chunk, K chosen keys. `sparse_index` defines other letters. From a sample of a query's
+scores, `_guess` estimates a threshold that somewhat more than K keys reach. `_collect` writes these
+keys. `_choose` takes the K best of them, or of all keys if the threshold was wrong.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,12 +20,12 @@ class IndexTiles(NamedTuple):
     span: int = 4096  # keys per program of `_score`
     warps: int = 8  # for `_score`
     stages: int = 2  # for `_score`
-    sample: int = 4096  # scores of a row that set its guess
-    group: int = 8  # neighbours among the sampled scores
-    aim: float = 1.8  # keys that reach the guess, over K
+    sample: int = 4096  # scores of a row sampled for its threshold
+    group: int = 8  # adjacent scores per sampled group
+    aim: float = 1.8  # expected number of keys that reach the threshold, divided by K
     guess_warps: int = 4
     parts: int = 4  # programs of `_collect` per row
-    room: int = 8192  # keys of a row that may reach its guess, at least 2·K
+    room: int = 8192  # maximum keys of a row that reach its threshold, at least 2·K
     found_bytes: int = 9 * 2**24  # memory for these keys, 8 bytes each
     choose_warps: int = 8
     chunk_elements: int = 2**26  # scores per chunk, C·S: 256 MiB in float32
@@ -96,7 +96,7 @@ def choose(
     """Write each query's K best keys to `indices_CK`, ascending.
 
     Column j of row c scores key key_c + j. Columns first_c to last_c may be chosen.
-    With fewer than K keys, the rest of the row is unchanged.
+    If they are fewer than K, the rest of the row of `indices_CK` is unchanged.
     """
     (num_keys, top_k), device = (score_CS.shape[1], indices_CK.shape[1]), score_CS.device
     room = max(tiles.room, triton.next_power_of_2(2 * top_k))
@@ -127,13 +127,13 @@ def choose(
 def quantize_index(
     x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, turns_pairs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `sparse_index_fp8.quantize_index`."""
+    """Compute `sparse_index_fp8.quantize_index`."""
     num_tokens, num_heads, width = x_THD.shape
     value_THD = torch.empty_like(x_THD, dtype=torch.float8_e4m3fn)
     scale_TH = x_THD.new_empty(num_tokens, num_heads, dtype=torch.float32)
     num_rows, turned = scale_TH.numel(), cos_T1R.shape[-1]
     if num_rows:
-        # Separate products and sums, as in the plain form: fused ones would round once less.
+        # No fused multiply-add, which would round differently from the plain backend.
         _quantize[(triton.cdiv(num_rows, QUANTIZED_ROWS),)](
             x_THD, cos_T1R, sin_T1R, value_THD, scale_TH, num_rows,
             H=num_heads, D=width, R=turned, PAIRS=turns_pairs, ROWS=QUANTIZED_ROWS,
@@ -204,7 +204,7 @@ def _guess(
     score, first, last, guesses, stride,
     AIM: tl.constexpr, SAMPLE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write a score that about AIM keys of each row reach. The sample has groups of neighbours."""
+    """Write a threshold that about AIM keys of each row reach, from sampled groups of scores."""
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(first + t), tl.load(last + t) + 1
     num_keys = end - begin
@@ -225,10 +225,10 @@ def _collect(
     score, first, last, guesses, counts, found, stride, part_room,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores and keys of one part of a row that reach its guess, and their number.
+    """Write the scores, keys and number of keys that reach the threshold in one part of a row.
 
-    One warp reads eight times 32 scores. Byte i of `before` counts the keys taken before a thread's
-    i-th score, so that one scan serves eight.
+    A warp reads 8 scores per thread at once. Byte i of `before` counts the keys taken before the
+    thread's i-th score, so one scan handles all 8.
     """
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, end = tl.load(first + t), tl.load(last + t) + 1
@@ -245,7 +245,7 @@ def _collect(
     value = tl.load(score + offset, mask=offset < left, other=float("nan"))
     for start in range(origin, stop, BLOCK):
         taken = value >= guess
-        s = (start + offset).to(tl.uint32)  # unsigned, to be extended at no cost
+        s = (start + offset).to(tl.uint32)  # extending unsigned integers to 64 bits is free
         pair = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s.to(tl.int64)
         score += BLOCK
         left -= BLOCK
@@ -306,7 +306,7 @@ def _choose(
 
 @triton.jit
 def _choose_slowly(score, begin, end, key_of_0, indices, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Choose among all keys of a row, more than K. Each bit of the K-th best rank reads the row."""
+    """Choose the K best of all keys of a row. Read the row once per bit of the K-th best rank."""
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
     for _ in range(32):
@@ -338,16 +338,16 @@ def _choose_slowly(score, begin, end, key_of_0, indices, K: tl.constexpr, BLOCK:
 
 @triton.jit
 def _rank(value):
-    """Map f32 scores to uint32 ranks above 0 in the same order. −0 and 0 rank equally."""
+    """Map f32 scores to uint32 ranks above 0, in the same order. −0 and 0 have equal ranks."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _positions(taken, SIZE: tl.constexpr):
-    """Return the number of earlier taken elements for each, and their number in all.
+    """Return the number of taken elements before each element, and in all.
 
-    Four neighbours are summed in a thread first, as Triton's scan takes 100 instructions each.
+    Each thread first sums 4 neighbours, because Triton's scan takes 100 instructions per element.
     """
     group = tl.reshape(taken.to(tl.int32), (SIZE // 4, 4))
     sums = tl.sum(group, axis=1)
@@ -358,7 +358,7 @@ def _positions(taken, SIZE: tl.constexpr):
 
 @triton.jit
 def _kth_best(rank, k, SKIPPED: tl.constexpr):
-    """Return the k-th largest uint32 rank, without its last 2·SKIPPED bits."""
+    """Return the k-th largest uint32 rank with its last 2·SKIPPED bits zero."""
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
     top = tl.max(rank, axis=0)
@@ -366,7 +366,7 @@ def _kth_best(rank, k, SKIPPED: tl.constexpr):
         bit = bit >> 2
     while bit >> (2 * SKIPPED) > 0:  # each step finds two bits, by three counts
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
-        # Two 16-bit counts, unsigned because the second may set the last bit
+        # Two 16-bit counts in one word, unsigned because the second may set its highest bit
         pair = (rank >= low).to(tl.uint32) + ((rank >= middle).to(tl.uint32) << 16)
         pair = tl.sum(pair, axis=0)
         least = tl.where((pair & 65535) >= k, low, least)

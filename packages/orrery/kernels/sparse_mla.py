@@ -1,4 +1,4 @@
-"""Attend from latent queries to chosen latent keys: absorbed MLA with sparse attention.
+"""Compute sparse attention of latent queries to chosen latent keys (MLA in absorbed form).
 
 T queries, H heads, S keys, K chosen keys per query, D key width, V value width
 
@@ -20,7 +20,7 @@ from orrery.kernels import HAS_TRITON, flash_mla
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # elements of gathered keys per chunk: 64 MiB in float32
-GPU_CHUNK_ELEMENTS = 2**27  # the same on a GPU, for fewer launches: 512 MiB
+GPU_CHUNK_ELEMENTS = 2**27  # the same limit on a GPU, for fewer kernel launches: 512 MiB
 
 
 def sparse_mla(
@@ -134,7 +134,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of q and kv, summed in float32.
 
-    Derivative by q_th · kv_j: scale · p_thk (grad_th · kv_j[:V] − grad_th · out_th)
+    The derivative by q_th · kv_j is scale · p_thk (grad_th · kv_j[:V] − grad_th · out_th).
     """
     if backend != "plain":
         tensors = (x.contiguous() for x in (grad, q, kv, indices, out, lse))

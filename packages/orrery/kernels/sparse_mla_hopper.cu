@@ -1,6 +1,6 @@
 // Gradients of sparse MLA on Hopper: 64 heads, keys of 576 columns whose first 512 are the value.
 //
-// One block of 384 threads takes one query and walks its chosen keys in tiles of 64. A warpgroup
+// One block of 384 threads handles one query, with its chosen keys in tiles of 64. A warpgroup
 // (`produce`) gathers the next tile's keys. Two warpgroups (`consume`) compute, for each tile:
 //
 //   z = keys · qᵀ, dp = values · doutᵀ      [64 keys, 64 heads], one product per warpgroup
@@ -18,10 +18,10 @@ constexpr int HEADS = 64, KEYS = 64;
 constexpr int ROW = 2 * 576, VALUE_ROW = 2 * 512;  // bytes of a key and of its value
 constexpr int BLOCK = 8192;                        // bytes of a block
 constexpr int Q = 0, GRAD = 9 * BLOCK, KEY = 17 * BLOCK, P = 26 * BLOCK, DS = 27 * BLOCK;
-constexpr int PER_HEAD = 28 * BLOCK;  // f32 [32, 4]: for two heads their lse, then their delta
+constexpr int PER_HEAD = 28 * BLOCK;  // f32 [32, 4]: lse of two heads, then delta of both
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Named barriers. Those with two values have one for each consumer.
+// Ids of named barriers. The first three have one barrier per consumer: id and id + 1.
 constexpr int KEYS_READ = 1, KEYS_HERE = 3, TILES_READ = 5, SENT = 7, TILES_HERE = 8, TURN = 9;
 
 template <int ID>
@@ -33,8 +33,8 @@ __device__ __forceinline__ void arrive_at() {
   asm volatile("bar.arrive %0, 256;" ::"n"(ID) : "memory");
 }
 
-// Descriptors of a block in shared memory. In `rows`, the product's inner dimension is contiguous.
-constexpr u64 SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = 64ull << 32;  // 1,024 bytes in units of 16
+// Matrix descriptors of a block in shared memory. In `rows`, the inner dimension is contiguous.
+constexpr u64 SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = 64ull << 32;  // 1,024 bytes, in 16 bytes
 struct Operand {
   u32 base;
   __device__ __forceinline__ u64 at(u32 low, u32 offset) const {
@@ -85,7 +85,7 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
-// Two rows in global memory, of which a thread stores parts.
+// Two rows in global memory. A thread stores parts of them.
 struct Rows {
   char *a, *b;
   bool has_a, has_b;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void store_16(char* to, u32 x, u32 y, u32 z, u32 w, b
       "r"(x), "r"(y), "r"(z), "r"(w), "r"((int)exists)
       : "memory");
 }
-// Store 32 columns from 16 values per thread, whose words are spread over the four threads of a
-// row. They exchange words so that each stores 16 bytes.
+// Store 32 columns from 16 values per thread. The four threads of a row first exchange words, so
+// that each stores 16 contiguous bytes.
 __device__ __forceinline__ void store_32(const float* value, int lane, const Rows& rows,
                                          int offset) {
   const bool odd = lane & 1, high = lane & 2;
@@ -131,11 +131,11 @@ struct Query {
   const int *indices, *place;
   char *grad_q, *pair;
   float scale;
-  int count;  // of columns of `indices` with a key, or −1
+  int count;  // leading columns of `indices` to read: each holds a key or −1
   Operand shared;
 };
 
-// Where a row's 16 bytes of number `chunk` lie in its block.
+// Return the offset in a block of chunk number `chunk` (16 bytes) of a row.
 __device__ __forceinline__ u32 swizzled(int row, int chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
@@ -173,7 +173,7 @@ __device__ __forceinline__ void produce(const Query& query) {
   }
 }
 
-// Two blocks of columns of dkv, from `block` on.
+// Compute two blocks of dkv's columns, from `block` on.
 __device__ __forceinline__ void multiply_pairs(float (&dkv)[64], const Operand& shared,
                                                int block) {
 #pragma unroll
@@ -186,8 +186,8 @@ __device__ __forceinline__ void multiply_pairs(float (&dkv)[64], const Operand& 
                     shared.columns(Q + block * BLOCK + k * 2048), 1);
 }
 
-// From z (consumer 0) or dp (consumer 1), write p and ds of the consumer's 32 heads. Each consumer
-// sends the other's half in float32 to the words that the other will overwrite with p and ds.
+// Write p and ds of the consumer's 32 heads. Consumer 0 has z and consumer 1 has dp of all heads.
+// Each sends the other's half in float32, to the words that the other overwrites with p and ds.
 template <int SELF>
 __device__ __forceinline__ void exchange(const Query& query, char* shared, const float (&own)[32],
                                          int row, int lane, const Rows& rows) {
@@ -268,7 +268,7 @@ __device__ __forceinline__ void consume(const Query& query, char* shared) {
     commit_products();
     has_dq = true;
     float dkv[64];
-    if (SELF == 0) {  // first takes its turn, so that one multiplies while the other stores
+    if (SELF == 0) {  // multiplies first, so that one consumer multiplies while the other stores
       multiply_pairs(dkv, operand, FIRST);
       commit_products();
       wait_for_products<1>();

@@ -14,13 +14,13 @@ log = logging.getLogger("orrery.kernels.sparse_mla_hopper")
 HOPPER = (9, 0)
 HEADS, WIDTH, VALUE_WIDTH = 64, 576, 512
 THREADS = 384
-SHARED_BYTES = 28 * 8192 + 512  # 28 blocks, and two float32 values per head
+SHARED_BYTES = 28 * 8192 + 512  # 28 blocks of 8 KiB, and two float32 values per head
 PRODUCT_COLUMNS = (32, 64, 128, 256)
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 
 
 def supports(q_THD: Tensor, value_width: int) -> bool:
-    """Return whether `pair_gradients` runs here. The first call compiles it, in about 3 s."""
+    """Return whether `pair_gradients` can run. The first call compiles it, in about 3 s."""
     return (
         q_THD.is_cuda
         and q_THD.dtype == torch.bfloat16
@@ -45,7 +45,8 @@ def pair_gradients(
 ) -> None:
     """Write dq to `grad_q` and each pair's dkv to row `place` of `pair`.
 
-    Arguments are those of `sparse_mla_triton._pair_gradients`, and contiguous. `supports` is true.
+    The other arguments are as in `sparse_mla_triton._pair_gradients`, and contiguous. `supports`
+    must be true.
     """
     kernel = _kernel(q.device.index or 0)
     tensors = (q, grad, kv, indices, length, lse, delta, place, grad_q, pair)
@@ -75,9 +76,10 @@ def compiled() -> bytes:
 
 
 def _product(columns: int) -> str:
-    """Return the CUDA function `wgmma_<columns>`: result += a · b, or = if `accumulates` is 0.
+    """Return the CUDA source of `wgmma_<columns>`, which adds a · b to `result`.
 
-    TRANSPOSED_A and TRANSPOSED_B: the operand's rows of 128 bytes run along its outer dimension.
+    If `accumulates` is 0, a · b replaces `result`. In a transposed operand, rows of 128 bytes run
+    along the outer dimension.
     """
     count = columns // 2  # values per thread
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -111,7 +113,7 @@ def _kernel(device: int) -> Any | None:
         _check(driver.cuFuncSetAttribute(kernel, limit, SHARED_BYTES))
         return kernel
     except (ImportError, OSError, RuntimeError) as error:
-        log.warning("the Hopper kernel of sparse MLA fails, and Triton runs: %s", error)
+        log.warning("the Hopper kernel of sparse MLA cannot run, so Triton is used: %s", error)
         return None
 
 
@@ -124,5 +126,5 @@ def _bindings() -> tuple[Any, Any]:
 def _check(result: tuple[Any, ...]) -> Any:
     error, *values = result
     if error:
-        raise RuntimeError(f"CUDA: {error}")
+        raise RuntimeError(f"a CUDA call failed: {error}")
     return values[0] if values else None

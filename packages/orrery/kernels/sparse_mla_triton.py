@@ -3,12 +3,12 @@
 A chunk has C queries. `sparse_mla` defines other letters. A pair is a query and one of its chosen
 keys. Outputs of the backward kernels:
 
-- `_pair_gradients`: dlogit [C, K, H], the derivative by q · key, and for each pair dkv [D] =
-  Σ_h dlogit_h · q_h. The first V columns of dkv also get Σ_h p_h · dout_h
+- `_pair_gradients`: dlogit [C, K, H], the derivative by q · key, and each pair's dkv [D] =
+  Σ_h dlogit_h · q_h, plus Σ_h p_h · dout_h in the first V columns
 - `_query_gradients`: dq = dlogitᵀ · keys
 - `_sum_pairs`: each key's sum of dkv over pairs, in float32 in a fixed order
 
-`sparse_mla_hopper` replaces the first two at the widths of GLM-5.
+`sparse_mla_hopper` replaces the first two kernels at GLM-5's widths.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,10 +32,10 @@ MAX_GRID = 65535  # queries per chunk: CUDA limits a grid's second axis
 
 
 class Tiles(NamedTuple):
-    """Tile sizes. Tuples of the backward pass are (keys or pairs, columns, warps, stages)."""
+    """Launch options. Tuples of the backward pass are (keys or pairs, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
-    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # the launch doubles warps for 128 heads
+    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # 128 heads run with twice these warps
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # maximum pairs per chunk, C·K
@@ -65,7 +65,7 @@ def clear_empty(out_THV: Tensor, length_T: Tensor) -> None:
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
-    """Return i32 [T]: 1 + each query's last column with a key, or 0 without keys."""
+    """Return i32 [T]: 1 + the last column of `indices_TK` that holds a key, or 0 without keys."""
     place_K = torch.arange(1, indices_TK.shape[1] + 1, dtype=torch.int32, device=indices_TK.device)
     return torch.where(indices_TK >= 0, place_K, 0).amax(dim=1)
 
@@ -191,7 +191,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Cached results of `_order_of_keys`, because layers share tensors of chosen keys.
+# Cached results of `_order_of_keys`, because several layers share a tensor of chosen keys.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Compute log-probs of target tokens and entropies, from hidden states and the LM head.
+"""Compute target tokens' log-probs, and entropies, from hidden states and the LM head.
 
     z_tv = (hidden_t · weight_v) / temperature_t        in float32
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
@@ -42,7 +42,7 @@ def token_logprob(
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, or auto, got {chunk_tokens}")
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1, or 'auto'")
     if hidden_TD.dtype != weight_VD.dtype or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
             f"hidden {hidden_TD.dtype} {list(hidden_TD.shape)} and weight {weight_VD.dtype} "
@@ -74,7 +74,7 @@ def reference_token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return 256 on a CPU, or how many tokens' logits (6 bytes each) fill 1/16 of GPU memory."""
+    """Return 256 on a CPU, or the tokens whose logits, at 6 bytes, fill 1/16 of GPU memory."""
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -165,7 +165,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         _, gradient_pass = _passes(ctx.backend)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(hidden_TD)
-        # Tiles of different tokens share rows of the weight's gradient, so products are summed.
+        # Tiles of different tokens add to the same rows of the weight's gradient.
         is_summed = len({tokens.start for tokens, _ in ctx.tiles}) != 1
         multiply_weight = _add_matmul if is_summed else _write_matmul
         grad_hidden_TD = grad_weight_VD = None
@@ -211,7 +211,7 @@ def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> 
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Add logits [T, B] to the state. Column 0 is token id `first_column`. Overwrite the logits.
+    """Add logits [T, B] of token ids from `first_column` on to the state. Overwrite the logits.
 
     Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m. When m rises by δ, w
     becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.
@@ -230,7 +230,7 @@ def update_state(
 
 
 def finish_state(state_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's log-prob, the entropy log s − w / s and the log-normalizer m + log s."""
+    """Return the target's log-prob, the entropy (log s − w / s), and the normalizer (m + log s)."""
     m_T, s_T, w_T, target_logit_T = state_4T
     log_s_T = s_T.log()
     log_normalizer_T = m_T + log_s_T

@@ -17,7 +17,7 @@ NUM_WARPS = 8
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Add contiguous f32 logits [T, B] to the f32 state. Column 0 is token id `first_column`."""
+    """Add contiguous f32 logits [T, B] of token ids from `first_column` on to the f32 state."""
     num_rows, width = logits_TB.shape
     if logits_TB.numel():
         block = min(ABSORB_BLOCK, triton.next_power_of_2(width))

@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return True if cuDNN supports q, and torch's deterministic mode is off."""
+    """Return whether cuDNN supports q's device, dtype and width. False in deterministic mode."""
     return (
         q.is_cuda
         and not torch.are_deterministic_algorithms_enabled()
@@ -51,12 +51,12 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """torch's cuDNN operator, for documents of equal length.
 
-    A new shape costs 100 ms of planning. Lengths must be multiples of 256, so that shapes are few.
+    cuDNN takes 100 ms to plan a new shape, so lengths must be multiples of 256.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns causal masks top left, `Layout` bottom right. They agree if num_q == num_k.
+        # cuDNN aligns causal masks top left, `Layout` bottom right: equal if num_q == num_k.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -77,7 +77,7 @@ class CudnnDense(AttentionBackend):
         )
         lse_NHL = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()
         tensors = (dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD, lse_NHL[..., None])
-        # Unused without dropout
+        # Read only with dropout
         rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)
         lengths = (q_NHLD.shape[2], k_NGMD.shape[2])
         options = (rng_state, rng_state, None, None, None, *lengths, 0.0, layout.causal)
@@ -105,7 +105,8 @@ def load_library() -> Any:
         cudnn.pygraph.sdpa_backward, cudnn.diagonal_alignment.TOP_LEFT  # noqa: B018
     except Exception as error:
         log.info(
-            "packed documents run without cuDNN: %s: %s (`pip install nvidia-cudnn-frontend`)",
+            "attention of packed documents runs without cuDNN: %s: %s "
+            "(`pip install nvidia-cudnn-frontend`)",
             *(type(error).__name__, error),
         )
         return None
@@ -184,7 +185,7 @@ class PlanShape(NamedTuple):
 
 
 def round_up(count: int) -> int:
-    """Return the smallest of 128, 192, 256, 384, 512, … not below `count`."""
+    """Return `count` rounded up to 128, 192, 256, 384, 512, …"""
     power = max(128, 1 << max(count - 1, 0).bit_length())
     return power * 3 // 4 if power > 128 and count <= power * 3 // 4 else power
 

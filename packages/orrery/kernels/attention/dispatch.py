@@ -35,7 +35,7 @@ BACKENDS: dict[str, AttentionBackend] = {
     "plain": Plain(),
 }
 
-CHOICES: dict[str, tuple[str, ...]] = {  # `trainer.attention` → backends to try first
+CHOICES: dict[str, tuple[str, ...]] = {  # value of `trainer.attention`: backends to try first
     "auto": (),
     "fa2": ("flash",),
     "fa4": ("flash4",),
@@ -54,7 +54,7 @@ _order: list[str] = list(BACKENDS)
 
 
 def prefer(choice: str) -> None:
-    """Try the backends of `choice` first. With "plain", try no others.
+    """Try the backends of `choice`, a key of `CHOICES`, first. With "plain", try no others.
 
     Raise ValueError if the package of `choice` cannot be imported.
     """
@@ -116,9 +116,9 @@ def _attend(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D], and log-sum-exp [T, H] without gradient.
+    """Return outputs [T, H, D], and the log-sum-exp of scores [T, H], without gradient.
 
-    Queries without keys get out 0 and log-sum-exp −∞. Raise ValueError unless G divides H.
+    Queries without keys get output 0 and log-sum-exp −∞. Raise ValueError unless G divides H.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -129,7 +129,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# Without autograd, because callers compute gradients with `attention_backward`.
+# No autograd: callers compute gradients with `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 
@@ -147,7 +147,7 @@ def attention_backward(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtypes of q, k, v.
+    """Return the gradients of q, k and v in their dtypes.
 
     In ring attention (arXiv 2310.01889), k and v may be one shard of the keys, but `out` and
     `lse` [T, H] cover all shards. The caller sums dq over shards in float32.
@@ -255,7 +255,7 @@ def _run_first_that_succeeds(
                 raise
             _failed.add(name)
             log.warning(
-                "attention backend %s fails in the %s pass and is left out from here on "
+                "attention backend %s failed in the %s pass and will not be tried again "
                 "(q %s, k %s, %d documents): %s",
                 *(name, pass_, list(q.shape), list(k.shape), layout.num_documents, error),
             )
@@ -270,7 +270,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend may succeed. False for out-of-memory errors."""
+    """Return whether another backend may succeed after `error`. False for out-of-memory errors."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

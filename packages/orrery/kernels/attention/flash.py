@@ -1,4 +1,4 @@
-"""Run FlashAttention 2 (torch) or 4 (package `flash-attn-4`)."""
+"""Run FlashAttention 2 (from torch) or 4 (package `flash-attn-4`)."""
 
 import contextlib
 import inspect
@@ -49,13 +49,13 @@ class Flash2(AttentionBackend):
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD, k_SGD, v_SGD, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
         )
-        if not layout.is_self_attention:  # the kernel returns +∞ for queries without keys
+        if not layout.is_self_attention:  # the kernel returns lse +∞ for queries without keys
             lse_HT = lse_HT.masked_fill(lse_HT == torch.inf, -torch.inf)
         return out_THD, lse_HT
 
     def backward(self, dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
         cu_q, cu_k, max_q, max_k, causal, scale = layout
-        # Unused without dropout
+        # Read only with dropout
         rng_state = torch.zeros(2, dtype=torch.uint64, device=dout_THD.device)
         unused = torch.empty(0, device=dout_THD.device)
         options = (cu_q, cu_k, max_q, max_k, 0.0, causal, rng_state, unused)
@@ -72,7 +72,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return FlashAttention 4's interface module, or None if missing, broken or incompatible."""
+    """Return FlashAttention 4's interface module, or None if it cannot be imported or used."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -84,7 +84,7 @@ def load_flash4() -> Any:
             if word not in inspect.signature(getattr(interface, name)).parameters
         ]
         if missing:
-            raise AttributeError(f"no {', '.join(missing)}")
+            raise AttributeError(f"missing parameters {', '.join(missing)}")
     except Exception as error:
         log.info("attention runs without FlashAttention 4: %s: %s", type(error).__name__, error)
         return None

@@ -12,10 +12,10 @@ log = logging.getLogger("orrery.kernels.attention")
 
 
 class Documents:
-    """Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Packed documents. Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
-    `cu_seqlens` is i32 [n + 1]. `is_padding` bool [T] marks padding tokens. `max_seqlen` bounds the
-    lengths. Compiled code must pass `max_seqlen`, because computing it syncs the device.
+    `cu_seqlens` is i32 [n + 1]. `is_padding` bool [T] marks padding tokens. No document is longer
+    than `max_seqlen`. Compiled code must pass it, because computing it syncs the device.
     """
 
     def __init__(
@@ -33,8 +33,9 @@ class Documents:
 class Layout(NamedTuple):
     """Packed queries and keys. Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`.
 
-    Its keys are `cu_seqlens_k[i]:cu_seqlens_k[i + 1]`. `max_q` and `max_k` bound the lengths. If
-    `causal`, query a of a document with l queries and m keys attends to keys 0 to a + m − l.
+    Its keys are `cu_seqlens_k[i]:cu_seqlens_k[i + 1]`. No document has more than `max_q` queries or
+    `max_k` keys. If `causal`, query a of a document with l queries and m keys attends to keys 0 to
+    a + m − l.
     `scale` multiplies all scores.
     """
 
@@ -51,12 +52,12 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share an offset tensor. No device sync."""
+        """Return whether queries and keys share an offset tensor, without a device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all documents have maximum length. No device sync."""
+        """Return whether all documents have maximum length, without a device sync."""
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
         return n > 0 and full and num_q > 0 and num_k > 0
@@ -68,13 +69,16 @@ class Layout(NamedTuple):
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
 
 
-Output = tuple[Tensor, Tensor]  # out [T, H, D] and the natural log-sum-exp [H, T]
+Output = tuple[Tensor, Tensor]  # out [T, H, D], and log-sum-exp of scores (base e) [H, T]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q [T, H, D], k, v [S, G, D], out, lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class AttentionBackend(Protocol):
-    """An attention kernel. Tensors are contiguous. `backward` may get another backend's output."""
+    """An attention kernel for contiguous tensors.
+
+    `saved` may hold the output of another backend's `forward`.
+    """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -88,7 +92,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def has_signatures(signatures: dict[str, str]) -> bool:
-    """Return whether torch's private operators start with the expected parameters."""
+    """Return whether torch's private operators have the expected first parameters."""
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 
 

@@ -1,4 +1,4 @@
-"""Attend on any device, document by document or in padded batches.
+"""Compute attention on any device, by document or in padded batches.
 
 `Plain` and `Batched` compute in float32 (float64 for float64). Formulas: FlashAttention (arXiv
 2205.14135), appendix B. Padding follows each document, so the causal mask hides it.
@@ -23,7 +23,7 @@ from orrery.kernels.attention.layout import (
 _BLOCK_QUERIES = 512
 _SHORTEST_SHARE = 0.75  # minimum length ratio of a batch's shortest to longest document
 _MAX_LENGTH = 1024  # longest document in `Batched`
-_MAX_SCORES = 1 << 26  # scores per step, in three float32 tensors of 256 MiB
+_MAX_SCORES = 1 << 26  # attention scores per step: three float32 tensors of 256 MiB
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -111,8 +111,9 @@ def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
 class Grids:
     """Padded batches ("grids") of documents of similar length, one document per row.
 
-    `sources[b]` i64 [N_b, L_b]: each cell's token in grid b. Padding repeats the row's last token.
-    `place` i64 [T]: each token's cell in the concatenated grids, or None if cell i holds token i.
+    `sources[b]` i64 [N_b, L_b]: the token index of each cell of grid b. Padding cells repeat their
+    row's last token. `place` i64 [T]: each token's cell index in the flattened grids, or None if
+    cell i holds token i.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -129,7 +130,7 @@ class Grids:
         return cells.unflatten(0, source_NL.shape)
 
     def spread(self, x: Tensor) -> list[Tensor]:
-        """Return packed x [T, …] as zero-padded cells [N_b, L_b, …] of every grid."""
+        """Return packed x [T, …] as one zero-padded tensor [N_b, L_b, …] per grid."""
         sizes = [source.numel() for source in self.sources]
         if self.place is not None:
             x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, self.place, x)

@@ -2,7 +2,7 @@
 
 For y = x · wᵀ and dx = dy · w, x and dy are quantized by rows. For dw = dyᵀ · x, they are quantized
 by columns. Backends: DeepGEMM on Hopper, bitwise equal to vLLM, or a slow float32 reference.
-`parts` is a weight quantized in advance. Without it, each pass quantizes the weight.
+The argument `parts` is the weight quantized in advance. Otherwise each pass quantizes it.
 """
 
 import importlib
@@ -43,7 +43,7 @@ def load() -> ModuleType | None:
     """Return DeepGEMM, or None if it cannot run here."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    # Use vLLM's default folder, to share compiled kernels with this host's engines.
+    # vLLM's default cache folder, to share compiled kernels with engines on this host.
     root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
@@ -106,7 +106,7 @@ def grouped_weight_gradient(
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # `sizes` may be inexact, because DeepGEMM only chooses tiles and checks buffers by them.
+    # `sizes` may be inexact: DeepGEMM only chooses tiles and checks buffer sizes by them.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
@@ -126,11 +126,11 @@ def weight_parts(weight: Tensor) -> Parts:
 def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = None) -> list[Tensor]:
     """Return x · weightᵀ [M, N] in x's dtype for each weight [N, K].
 
-    `parts`: `weight_parts(torch.cat(weights))`. Raise ValueError unless 128 divides K and every N.
+    `parts` is `weight_parts(torch.cat(weights))`. Raise ValueError unless 128 divides K and each N.
     """
     sizes = [weight.shape[0] for weight in weights]
     if bad := [size for size in sizes if size % BLOCK]:
-        raise ValueError(f"a layer in FP8 must have a multiple of 128 outputs, not {bad[0]}")
+        raise ValueError(f"an FP8 layer has {bad[0]} outputs, but needs a multiple of 128")
     keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     y_MN = _linear(x_MK, list(weights), parts or [], keeps)[0]
     return list(y_MN.split(sizes, dim=1))
@@ -141,8 +141,8 @@ def fp8_grouped_matmul(
 ) -> Tensor:
     """Return [M, N] in x's dtype: x's rows of group e times weight[e]ᵀ.
 
-    Padding is undefined in the result and x's gradient. `parts`: `weight_parts(weight)`. 128 must
-    divide M, N and K. Raise ValueError if it does not divide N or K.
+    Padding rows are undefined in the result and in x's gradient. `parts` is `weight_parts(weight)`.
+    128 must divide M, N and K. Raise ValueError if it does not divide N or K.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -152,7 +152,7 @@ def fp8_grouped_matmul(
 def _linear(
     x_MK: Tensor, weights: list[Tensor], parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and value and scale of x quantized by columns (empty unless `keeps`).
+    """Return y, and the values and scales of x quantized by columns (empty unless `keeps`).
 
     Autograd keeps the weights, not their concatenation, because FSDP can free weights.
     """
@@ -178,7 +178,7 @@ def _linear_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx in grad's dtype and dw in float32. Unwanted gradients are empty.
 
-    `weight`: [weight], or [value, scale] of the weight's quantized transpose.
+    `weight` is [weight], or [value, scale] of the weight's quantized transpose.
     """
     rows, grad_columns = quantize(grad_MN, None, wants_x, wants_weight)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
@@ -210,7 +210,7 @@ def _linear_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ..
     wants_x, wants = ctx.needs_input_grad[:2]
     if grad_MN is None:
         return None, [None] * len(wants), nothing, None
-    saved = ctx.saved_tensors  # activation checkpointing allows only one read
+    saved = ctx.saved_tensors  # under activation checkpointing it can be read only once
     weight, columns = list(saved[:-2]), list(saved[-2:])
     if weight and not ctx.num_parts:
         weight = [_joined(weight)]
@@ -237,7 +237,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `_linear` for each group. With `token_M` or `score_M`, autograd is unsupported."""
+    """Compute `_linear` for each group. `token_M` and `score_M` do not support autograd."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
@@ -400,12 +400,14 @@ def fp8_experts(
 ) -> Tensor:
     """Return [T, D]: each token's sum of score · output over its experts.
 
-    `rows` come from `sort_by_expert` with block 128. `weights`: gate-up [E, 2·I, D], down [E, D,
-    I]. `parts`: their `weight_parts`, or two empty lists. With `has_spare`, the last 128 rows have
-    no expert. Raise ValueError unless 128 divides the number of rows.
+    `rows` is the result of `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and
+    down [E, D, I], `parts` their `weight_parts` or two empty lists. With `has_spare`, the last 128
+    rows have no expert. Raise ValueError unless 128 divides the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:
-        raise ValueError(f"experts in FP8 take a multiple of 128 rows, not {rows.row_M.shape[0]}")
+        raise ValueError(
+            f"FP8 experts got {rows.row_M.shape[0]} rows; sort them with sort_by_expert(block=128)"
+        )
     keeps = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
     order = (rows.row_M, rows.place_TK, rows.ends_E, rows.counts_E)
     return _Experts.apply(x_TD, score_TK, *weights, *order, *keeps, has_spare, *parts[0], *parts[1])

@@ -2,8 +2,9 @@
 
 M rows, K columns, N outputs, E groups. Activations have two copies: `rows` with 1 × 128 blocks, and
 `columns` (stored transposed) with 128 × 1 blocks. Weights have 128 × 128 blocks. No column block
-spans two groups, and padding rows count as zero. `rows` equal `per_token_group_fp8_quant` of vLLM
-0.32 bitwise, and weights its `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
+spans two groups, and padding rows count as zero. `rows` are bitwise equal to vLLM 0.32's
+`per_token_group_fp8_quant`, and weights to its `per_block_cast_to_fp8` with
+VLLM_USE_DEEP_GEMM_E8M0=0.
 """
 
 from itertools import pairwise
@@ -19,7 +20,7 @@ from orrery.kernels.expert_rows import swiglu_rows
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 MAX = 448.0
-MIN_AMAX_ROWS = 1e-10  # lower bounds of a block's amax, as in vLLM
+MIN_AMAX_ROWS = 1e-10  # lower bounds of a block's largest absolute value, as in vLLM
 MIN_AMAX_WEIGHT = 1e-4
 
 
@@ -31,7 +32,7 @@ class Quantized(NamedTuple):
 class RowGroups(NamedTuple):
     """Rows `ends[e − 1]:ends[e]` are group e: `counts[e]` real rows, then padding.
 
-    128 divides all `ends`.
+    All `ends` are multiples of 128.
     """
 
     ends_E: Tensor  # i32, ascending
@@ -61,7 +62,7 @@ def quantize(
     [K, rows] per group. Raise ValueError if 128 does not divide K.
     """
     if x_MK.dim() != 2 or x_MK.shape[1] % (BLOCK if score_M is None else 2 * BLOCK):
-        raise ValueError(f"x in FP8 must be [M, K] with K a multiple of 128, not {_sides(x_MK)}")
+        raise ValueError(f"x is {_sides(x_MK)}, but FP8 needs [M, K] with K a multiple of 128")
     if kernels := _triton(x_MK):
         sources = (each if each is None else each.contiguous() for each in (token_M, score_M))
         found = kernels.quantize(x_MK.contiguous(), groups, has_rows, has_columns, *sources)
@@ -84,7 +85,7 @@ def quantize(
 def quantize_weight(weight_NK: Tensor) -> Weight:
     """Quantize [.., N, K] and its transpose. Raise ValueError if 128 does not divide N and K."""
     if weight_NK.shape[-2] % BLOCK or weight_NK.shape[-1] % BLOCK:
-        raise ValueError(f"a weight in FP8 has sides of a multiple of 128, not {_sides(weight_NK)}")
+        raise ValueError(f"weight is {_sides(weight_NK)}, but FP8 needs multiples of 128")
     if kernels := _triton(weight_NK):
         value, scale, value_t, scale_t = kernels.quantize_weight(weight_NK.contiguous())
         return Weight(Quantized(value, scale), Quantized(value_t, scale_t))
@@ -128,7 +129,7 @@ def dequantize_rows(x: Quantized) -> Tensor:
 
 
 def dequantize_columns(x: Quantized) -> Tensor:
-    """Return f32 xᵀ [K, M'] from ungrouped columns of `quantize`."""
+    """Return xᵀ, f32 [K, M'], from the columns of `quantize` without groups."""
     return dequantize_rows(Quantized(x.value, x.scale.T))
 
 

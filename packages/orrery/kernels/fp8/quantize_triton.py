@@ -13,7 +13,7 @@ from torch import Tensor
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
-# Rows or columns of a tile per program, and warps: half for columns without an activation
+# Rows or columns of a tile per program, and its warps (half for columns without `score`)
 ROWS, COLUMNS = (32, 4), (64, 4)
 
 
@@ -66,7 +66,7 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: a tile's number of real rows, its group's first row and padded length.
+    """Return i32 [tiles, 3]: a tile's real rows, its group's first row and padded row count.
 
     Tiles after the last group have −1 real rows.
     """
@@ -159,8 +159,8 @@ def _tile(
     HAS_TOKENS: tl.constexpr,
     HAS_SCORES: tl.constexpr,
 ):
-    """Load a tile of x, x[token] or swiglu_rows(x, score), zero in padding."""
-    # Only tile offsets need 64 bits. 32-bit offsets inside a tile save registers.
+    """Load a tile of x, x[token] or swiglu_rows(x, score). Padding rows are zero."""
+    # Offsets of tiles need 64 bits. 32-bit offsets inside a tile save registers.
     is_real = row < num_real
     if HAS_TOKENS:
         token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)
