@@ -300,7 +300,7 @@ def test_shapes_of_pretrained_models_give_their_numbers_of_parameters(tmp_path):
     assert (found["family"], found["num_parameters"]) == ("hugging_face", 596_049_920)
     assert found["reason"].startswith("model.rope_scaling null: config.json says rope_scaling")
     parts = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
-    with pytest.raises(OrreryError, match="a model of several parts"):
+    with pytest.raises(OrreryError, match="this model has several parts"):
         examined(parts)
 
 

@@ -292,12 +292,12 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
 
 
 REFUSED = {
-    "falcon": r"model\.hf_config: transformers refuses it \(property 'head_dim'",
+    "falcon": r"model\.hf_config: transformers refuses this config \(property 'head_dim'",
     "t5": r"model\.hf_config\.model_type 't5': transformers has no causal language model of "
     r"this type",
     "vit": r"model\.hf_config\.model_type 'vit': transformers has no causal language model of "
     r"this type",
-    "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts\. "
+    "gemma3": r"model\.hf_config\.model_type 'gemma3': this model has several parts\. "
     r".* of its text model, of type 'gemma3_text'",
     "xlnet": r"'xlnet': its tokens attend to later tokens\. Choose a causal language model",
     "electra": r"with is_decoder false, tokens of 'electra' attend to later tokens\. "

@@ -161,7 +161,7 @@ def test_kimi_k2_is_read_as_published(make_model, tmp_path):
     own, reason = axis.model_of(tmp_path, init, model.tokenizer.model_dump())
     assert own == model and reason is None
     file.write_text(json.dumps(config | {"n_group": 8}))
-    with pytest.raises(OrreryError, match="says n_group 8, and this family computes with 1 only"):
+    with pytest.raises(OrreryError, match="says n_group 8, but this family supports only 1"):
         check_config(model, tmp_path)
 
 

@@ -63,7 +63,7 @@ DIFFERENT = [  # family, key of config.json, value there, the sentence
     ("qwen3", "use_sliding_window", True,
      "family \"qwen3\": config.json says use_sliding_window true"),
     ("qwen3", "hidden_act", "gelu",
-     'config.json says hidden_act "gelu", and this family computes with "silu" only. Choose'),
+     'config.json says hidden_act "gelu", but this family supports only "silu". Choose'),
     ("qwen3", "model_type", "qwen2",
      'model.family "qwen3": needs model_type "qwen3", but config.json has "qwen2". Choose'),
     ("qwen3", "max_position_embeddings", 128,
@@ -75,20 +75,20 @@ DIFFERENT = [  # family, key of config.json, value there, the sentence
      "Family \"qwen3\" does not compute this scaling: choose 'hugging_face'"),
     ("llama", "rope_scaling", THEIR_LLAMA3, f"Write model.rope_scaling: {json.dumps(LLAMA3)}"),
     ("llama", "mlp_bias", True,
-     "config.json says mlp_bias true, and this family computes with false only"),
+     "config.json says mlp_bias true, but this family supports only false"),
     ("qwen3_moe", "norm_topk_prob", False,
      "model.moe.normalize_top_k true: config.json says norm_topk_prob false. Write"),
     ("qwen3_moe", "num_experts_per_tok", 3,
      "model.moe.num_experts_per_token 2: config.json says num_experts_per_tok 3. Write"),
     ("qwen3_moe", "decoder_sparse_step", 2,
-     "config.json says decoder_sparse_step 2, and this family computes with 1 only"),
+     "config.json says decoder_sparse_step 2, but this family supports only 1"),
     ("glm4_moe", "partial_rotary_factor", 1.0,
      "model.rotary_fraction 0.5: config.json says partial_rotary_factor 1.0. Write"),
     ("glm4_moe", "routed_scaling_factor", 1.0,
      "model.moe.routed_scale 1.5: config.json says routed_scaling_factor 1.0. Write"),
     ("glm4_moe", "use_qk_norm", False,
      "model.qk_norm true: config.json says use_qk_norm false. Write"),
-    ("glm4_moe", "n_group", 2, "config.json says n_group 2, and this family computes with 1 only"),
+    ("glm4_moe", "n_group", 2, "config.json says n_group 2, but this family supports only 1"),
 ]  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def test_a_folder_of_other_constants_is_neither_loaded_nor_written_again(make_mo
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (None, r"model\.init\.path: .* holds no config\.json\. Name a Hugging Face directory"),
+        (None, r"model\.init\.path: .* has no config\.json\. Name a Hugging Face directory"),
         ("{", r"config\.json: not JSON \(.*\); copy the directory again"),
         ("[]", r"config\.json: holds a list, and an object is expected; copy the directory again"),
         (

@@ -1,7 +1,7 @@
 """Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
-The output is JSON: axis, family (`hugging_face` if none of Orrery's networks fits `config.json`),
-number of parameters, vocabulary size, and the reason for `hugging_face` or null.
+The output is JSON: axis, family, number of parameters, vocabulary size, and a reason. If none of
+Orrery's networks fits `config.json`, family is `hugging_face` and the reason says why.
 """
 
 import argparse
@@ -29,7 +29,7 @@ OWN_TYPES = {  # transformers' model type → our family
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
-# Defaults of lib/run.libsonnet, omitted from an axis
+# Defaults of lib/run.libsonnet. An axis omits fields with these values.
 DEFAULTS = {
     "rotary_fraction": 1.0,
     "rope_scaling": None,
@@ -57,7 +57,7 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the model, and the reason for family `hugging_face` or None.
+    """Return the model, and why its family is `hugging_face` or None.
 
     Raise OrreryError for types unknown to transformers, and for quantization except FP8 blocks.
     """
@@ -89,7 +89,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Count multi-token-prediction layers in the weights, because `config.json` may state more."""
+    """Count the weights' layers for multi-token prediction. `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -109,7 +109,7 @@ def _check_type(kind: Any, folder: Path) -> None:
 
     if not isinstance(kind, str):
         raise OrreryError(
-            f"model_type: {folder.name}/{CONFIG_FILE} names none; choose a repository of a causal "
+            f"model_type: missing in {folder.name}/{CONFIG_FILE}; choose a repository of a causal "
             "language model"
         )
     kind = hf_folder.SAME_CONFIG.get(kind, kind)
@@ -117,7 +117,7 @@ def _check_type(kind: Any, folder: Path) -> None:
         return
     raise OrreryError(
         f"model_type {kind!r}: transformers has no causal language model of this type, and code "
-        f"from a repository is never run; choose one of {', '.join(OWN_TYPES)}, or another type of "
+        f"from a repository is never run; choose {', '.join(OWN_TYPES)} or another type of "
         "transformers"
     )
 
@@ -128,8 +128,8 @@ def _checked(fields: dict[str, Any]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise OrreryError(
-            f"model.{'.'.join(map(str, first['loc']))}: {first['input']!r} of {CONFIG_FILE} is "
-            f"refused ({first['msg']}); choose another model"
+            f"model.{'.'.join(map(str, first['loc']))}: {first['input']!r} in {CONFIG_FILE} is "
+            f"not supported ({first['msg']}); choose another model"
         ) from error
 
 
@@ -180,7 +180,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond `most`, longrope's angles depend on the longest document
+    for rope in ropes:  # with more positions, longrope's angles depend on the longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads, hidden_size = found.get("num_heads", 1), found.get("hidden_size", 1)

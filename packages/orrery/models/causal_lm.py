@@ -2,7 +2,7 @@
 
 Shapes: T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
 
-`lm_head_weight` may be a shard, because FSDP gathers it only during calls of its module.
+`lm_head_weight` may be a shard. FSDP gathers it only while its module runs.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from orrery.models.layers import (
     rotary_angles,
 )
 
-# Our parameter name → Hugging Face's. `{expert}` is the index in dimension 0.
-Names = dict[str, str | tuple[str, ...]]  # a tuple splits dim 0 evenly (dim 1 with {expert})
+# Our parameter name → Hugging Face's. `{expert}` stands for an index in dimension 0.
+Names = dict[str, str | tuple[str, ...]]  # several names split dim 0 evenly (dim 1 with {expert})
 
 
 class LmHead(nn.Module):
@@ -50,14 +50,14 @@ class LmHead(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """A network from packed tokens to hidden states (`forward`) and log-probs (`log_probs`).
+    """A network with hidden states (`forward`) and log-probs (`log_probs`) of packed tokens.
 
     Subclasses define `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
     """
 
     layers: nn.ModuleList
     lm_head: Any
-    names: Names | None = None  # if None, see `families.hf_names`
+    names: Names | None = None  # if None, `families.hf_names` uses names of our own families
     # Results of the latest forward pass:
     num_routes_differ: Tensor | None = None  # i64 [], see `Router.forward`
     expert_load_LE: Tensor | None = None  # i64
@@ -88,8 +88,8 @@ class CausalLm(nn.Module):
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
         - `routed_experts`: integers [T, L, K], an engine's choice of experts.
-        - `engine_keys`: u8 [T, indexers, bytes], an engine's choice of keys (`kernels/key_bits`).
-        - `is_padding`: bool [T], tokens to leave out of indexer loss and expert load.
+        - `engine_keys`: u8 [T, indexers, bytes], bits of an engine's keys (`kernels/key_bits`).
+        - `is_padding`: bool [T], tokens excluded from indexer loss and expert load.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB
@@ -109,7 +109,7 @@ class CausalLm(nn.Module):
         """Fill the allocated non-persistent buffers."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return a parameter's whole initial value on CPU, or None for the default draw."""
+        """Return a parameter's unsharded initial value on CPU, or None to draw it as usual."""
         return None
 
     def log_probs(
@@ -160,7 +160,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return output [T, D], route counts (None if dense) and chosen keys for the next block."""
+        """Return output [T, D], route counts (None without experts) and keys for later blocks."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

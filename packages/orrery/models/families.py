@@ -133,7 +133,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # here, the rotated width
+        "head_dim": mla.rope_head_dim,  # transformers means the rotated width
         "rope_interleave": True,
         # vLLM chooses the router by the next two fields.
         "topk_method": "noaux_tc",
@@ -208,10 +208,10 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """Names and module groups of a model family.
 
-    - `ignored`: patterns of Hugging Face names that loading skips.
-    - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means a group per layer.
+    - `ignored`: patterns of Hugging Face tensor names that loading skips.
+    - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means one group per layer.
       FSDP must not cast inputs, because temperatures are float32.
-    - `expert_modules`: name patterns of modules with experts in dimension 0 of their parameters.
+    - `expert_modules`: name patterns of modules whose parameters have experts in dimension 0.
     """
 
     hf_config: Callable[[Model], dict[str, Any]]
@@ -224,10 +224,10 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# The root FSDP unit owns tied embeddings, because the first and last modules both read them.
+# The root FSDP unit owns tied embeddings, because both the embedding and the head read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
-# rotary frequencies in old checkpoints
+# Rotary frequencies, stored in old checkpoints
 _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 FAMILIES = {
@@ -272,8 +272,8 @@ def _network(model: Model) -> CausalLm:
             if error.name != "transformers":
                 raise
             raise OrreryError(
-                f"model.family {model.family!r}: transformers is not installed here. "
-                "Choose one of our own families"
+                f"model.family {model.family!r}: the package transformers is missing. "
+                "Install it, or choose another family"
             ) from error
         return HuggingFaceLm(model, hf_config(model))
     if model.family == "glm4_moe" or model.mla is not None:
@@ -286,13 +286,13 @@ def _check_shared_experts(model: Model) -> None:
     assert moe is not None
     if moe.score != "sigmoid":
         raise OrreryError(
-            f"model.moe.score {moe.score!r}: family {model.family!r} scores by sigmoids only. "
+            f"model.moe.score {moe.score!r}: family {model.family!r} supports only 'sigmoid'. "
             "Set model.moe.score to 'sigmoid'"
         )
     if not moe.num_shared_experts:
         raise OrreryError(
             f"model.moe.num_shared_experts 0: engines support {model.family!r} only with "
-            "a shared expert. Set it to 1 or more"
+            "shared experts. Set model.moe.num_shared_experts to 1 or more"
         )
 
 

@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once per optimizer step, to the values that engines receive.
 
-An FP8 layer has lists `<name>_fp8` of quantized weights. If a list is empty, each forward
-pass quantizes the weights.
+An FP8 layer keeps quantized weights in lists `<name>_fp8`. If its list is empty, a weight is
+quantized in each forward pass.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from orrery.wire.weight_wire.fp8_blocks import SCALE, in_blocks
 
 
 def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
-    """Yield (quantized weights, weights) of each FP8 matrix product."""
+    """Yield (list of quantized weights, weights) of each FP8 matrix product."""
     for module in network.modules():
         found: list[tuple[Parts | None, list[Tensor]]] = []
         if isinstance(module, Attention):
@@ -53,7 +53,7 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
 
 
 class WeightCache:
-    """Quantized weights without FSDP. The forward pre-hook `refresh` updates changed weights."""
+    """Quantize weights without FSDP. The forward pre-hook `refresh` quantizes changed weights."""
 
     def __init__(self, network: nn.Module):
         self._network = network
@@ -72,8 +72,8 @@ class WeightCache:
 class SentWeights:
     """This rank's FP8 weights for engines, at constant addresses.
 
-    As in training, weights are quantized from bfloat16. `refresh` raises OrreryError if a shard
-    splits an FP8 block.
+    As in training, weights are quantized from bfloat16. `refresh` raises OrreryError if this rank's
+    shard splits an FP8 block.
     """
 
     def __init__(self, network: CausalLm):
@@ -95,7 +95,7 @@ class SentWeights:
             if any(side % BLOCK for sides in box[-2:] for side in sides):
                 raise OrreryError(
                     f"model.fp8: this rank holds {list(box)} of {name}, not whole blocks of "
-                    f"{BLOCK} × {BLOCK}; set trainer.mesh.dp_shard to less, or "
+                    f"{BLOCK} × {BLOCK}; lower trainer.mesh.dp_shard, or set "
                     "transport.weights to 'files'"
                 )
             value, scale = quantize_weight(local_tensor(weights[name]).bfloat16()).forward
@@ -105,7 +105,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (scale tensor, box within it, this rank's scales)."""
+        """Yield (description of a scale tensor, box in it, this rank's scales of that box)."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])
@@ -116,7 +116,7 @@ class SentWeights:
             yield (of, box, local) if hf.expert is None else (of, box[1:], local[0])
 
     def encoded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor). An FP8 weight becomes its scales, then its values."""
+        """Yield (name, unsharded tensor). Replace each FP8 weight by its scales and its values."""
         sent = {hf.name for hf in hf_tensors(self._network) if self.is_sent(hf)}
         for name, tensor in tensors:
             if name not in sent:

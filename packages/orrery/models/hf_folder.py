@@ -1,7 +1,7 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-`config.json` marks complete folders, because it is removed first and written last. FP8 matrices
-(e4m3) have a scale per block of 128 × 128. Multi-token-prediction layers (MTP,
+`config.json` marks a complete folder, because it is removed first and written last. FP8 matrices
+(e4m3) have one scale per 128 × 128 block. Multi-token-prediction layers (MTP,
 https://arxiv.org/abs/2412.19437, section 2.2) are copied, not trained.
 """
 
@@ -39,9 +39,9 @@ FP8 = "F8_E4M3"  # dtype name in safetensors
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A checkpoint tensor, and its index ranges (`box`) in our parameter.
+    """A checkpoint tensor. `box` holds its index ranges in our parameter.
 
-    Experts' tensors lack the expert dimension. MTP tensors have an empty `parameter_name`.
+    An expert's tensor lacks the expert dimension. MTP tensors have an empty `parameter_name`.
     """
 
     name: str
@@ -72,8 +72,8 @@ def open_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Check the folder's tensors, and yield {tensor name: open file} for `read`.
 
-    Raise OrreryError if a `wanted` tensor is missing or has another shape, or if another tensor is
-    no FP8 scale and not `is_expected`. With `tied`, ignore the LM head.
+    Raise OrreryError if a `wanted` tensor is missing or has another shape, or if any other tensor
+    is neither an FP8 scale nor `is_expected`. With `tied`, ignore the LM head.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -156,15 +156,16 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the folder's safetensors files. Raise OrreryError if the folder is incomplete."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
-            f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
-            "Run again the stage that writes it"
+            f"{directory}: no {CONFIG_FILE}, so this Hugging Face directory is unfinished. "
+            "Run the stage again that writes it"
         )
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
     index = directory / INDEX_FILE
     if not index.exists():
         raise OrreryError(
-            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}. Name a Hugging Face directory"
+            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} found. "
+            "Name a Hugging Face directory"
         )
     try:
         names = sorted(set(read_object(index, "copy the directory again")["weight_map"].values()))
@@ -178,13 +179,13 @@ def weight_files(directory: Path) -> list[Path]:
 def check_digest(directory: Path, expected: str) -> None:
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
-            f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write this "
-            "digest if these weights are right, or fetch the manifest's revision again"
+            f"model.init.sha256 {expected}: the weights in {directory} have digest {found}. Write "
+            "this digest if they are right, or fetch the manifest's revision again"
         )
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Return {file name: tensors}. A tensor above `max_file_bytes` gets its own file."""
+    """Return {file name: tensors}. A tensor larger than `max_file_bytes` gets its own file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -262,7 +263,7 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`, with `dtype` for FP8 tensors (`read` dequantizes them).
+    """Return the MTP tensors in `files`. FP8 tensors get `dtype`, because `read` dequantizes them.
 
     Raise OrreryError for dtypes other than FP8 and `DTYPES`.
     """
@@ -319,7 +320,7 @@ NOT_COMPARED = re.compile(
     r"|.*(dropout|pdrop)|.*aux_loss_coef|pretraining_tp"
 )
 YARN_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2")
-SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type unknown to transformers → type with the same config
+SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type unknown to transformers: type with equal config
 _POSITIONS = ("model_type", "max_position_embeddings", "n_positions")
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION
@@ -328,7 +329,7 @@ COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 def read_config(directory: Path, remedy: str) -> dict[str, Any]:
     """Return `config.json`, with infinities as {"__float__": "Infinity"}.
 
-    Manifests hold finite numbers only.
+    Manifests can hold only finite numbers.
     """
     return read_object(directory / CONFIG_FILE, remedy, lambda name: {"__float__": name})
 
@@ -337,7 +338,7 @@ def check_config(model: Model, directory: Path) -> None:
     file, wanted = directory / CONFIG_FILE, hf_config(model)
     if not file.exists():
         raise OrreryError(
-            f"model.init.path: {directory} holds no {file.name}. Name a Hugging Face directory"
+            f"model.init.path: {directory} has no {file.name}. Name a Hugging Face directory"
         )
     content = read_config(directory, "copy the directory again")
     is_ours = model.family != "hugging_face"
@@ -418,7 +419,7 @@ def _mismatch(
     if field is None:
         return OrreryError(
             f"model.family {_json(model.family)}: {file} says {key} {_json(found)}, "
-            f"and this family computes with {_json(said)} only. Choose 'hugging_face', "
+            f"but this family supports only {_json(said)}. Choose 'hugging_face', "
             "with that file's content as hf_config"
         )
     return OrreryError(
@@ -434,11 +435,11 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         from orrery.models.hugging_face import check_layers, decode_floats
     except ImportError as error:
         raise OrreryError(
-            "model.init.kind 'pretrained': transformers must read the config, but is not "
-            "installed here. Install it"
+            "model.init.kind 'pretrained': reading config.json needs the package transformers. "
+            "Install it"
         ) from error
     try:
-        content = decode_floats(copy.deepcopy(content))  # transformers modifies its arguments
+        content = decode_floats(copy.deepcopy(content))  # transformers would modify the original
         kind = content.pop("model_type", None)
         config = AutoConfig.for_model(SAME_CONFIG.get(kind, kind), **content)
         check_layers(config, source)
@@ -451,7 +452,7 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
     except Exception as error:
         raise OrreryError(
             f"{source}: transformers refuses the config ({' '.join(str(error).split())}). "
-            "Correct the field that it names"
+            "Correct the named field"
         ) from error
 
 

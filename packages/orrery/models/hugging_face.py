@@ -1,6 +1,6 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-Documents are padded to equal length. Only causal models ignore padding, so others are refused.
+Documents are padded to equal length. Only causal models ignore padding, so others raise an error.
 Context parallelism, expert parallelism and router replay are not supported.
 """
 
@@ -28,9 +28,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Names
 
-# Types with attention to later tokens, though transformers lists them as causal
+# Model types that transformers lists as causal, but whose tokens attend to later tokens
 NOT_CAUSAL = ("cpmant", "xlnet")
-# our field → names in transformers' configs
+# Our field → possible names in transformers' configs
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -56,8 +56,8 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
     except Exception as error:
         message = " ".join(str(error).split())
         raise OrreryError(
-            f"model.hf_config: transformers refuses it ({message}). "
-            "Give the content of the model's config.json"
+            f"model.hf_config: transformers refuses this config ({message}). "
+            "Copy the model's config.json"
         ) from error
 
 
@@ -101,9 +101,9 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
 
 
 def find_body(network: PreTrainedModel) -> str:
-    """Return the name of the network's child that computes hidden states.
+    """Return the name of the network's child module that computes hidden states.
 
-    Raise OrreryError if transformers names none, and no single child has the embedding.
+    Raise OrreryError if transformers does not name it, and no single child has the embedding.
     """
     children = dict(network.named_children())
     if network.base_model_prefix in children:
@@ -146,13 +146,13 @@ def check_type(config: PreTrainedConfig) -> None:
         )
     if (text := config.get_text_config()) is not config:
         raise OrreryError(
-            f"model.hf_config.model_type {kind!r}: a model of several parts. Give the config of "
-            f"its text model, of type {text.model_type!r}"
+            f"model.hf_config.model_type {kind!r}: this model has several parts. Give the config "
+            f"of its text model, of type {text.model_type!r}"
         )
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that `config`'s class declares and whose value is not None."""
+    """Return the first of `names` declared by `config`'s class with a value other than None."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -182,8 +182,8 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network supports fewer than `max_positions` positions.
 
-    Beyond their limit, `longrope` and `dynamic` rotary embeddings compute a batch's angles from its
-    longest document.
+    In batches beyond their limit, `longrope` and `dynamic` rotary angles depend on the longest
+    document.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -204,17 +204,17 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
         if model.max_positions > most:
             raise OrreryError(
                 f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
-                f"and beyond it rope_type {kind!r} rotates a batch by its longest document. "
+                f"and above it, angles of rope_type {kind!r} depend on the longest document. "
                 f"Set model.max_positions to {most} or less"
             )
 
 
-try:  # private function, renames tensors as `save_pretrained` does
+try:  # a private function that renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # of a test expert, because 12 rows divide into 2, 3 or 4 parts
+PROBE_SHAPE = (12, 2)  # shape of a test expert: 12 rows divide into 2, 3 or 4 parts
 
 _global_generator = threading.Lock()  # held during draws from torch's global generator
 
@@ -224,9 +224,7 @@ class HuggingFaceLm(CausalLm):
         super().__init__(model)
         content = decode_floats(copy.deepcopy(content))
         if "model_type" not in content:
-            raise OrreryError(
-                "model.hf_config: no model_type. Give the content of the model's config.json"
-            )
+            raise OrreryError("model.hf_config: no model_type. Copy the model's config.json")
         config = call_transformers(AutoConfig.for_model, **content)
         check_layers(config, "model.hf_config")
         check_config(model, config)
@@ -248,14 +246,14 @@ class HuggingFaceLm(CausalLm):
             del state[f"{head_name}.weight"]
         if odd := sorted(state.keys() - ours.keys()):
             raise OrreryError(
-                f"model.hf_config: {odd[0]} is neither in the body nor in the head of this "
+                f"model.hf_config: tensor {odd[0]} is in neither the body nor the head of this "
                 "architecture. Choose another model"
             )
         in_files = _names_in_files(network, state)
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
 
     def train(self, mode: bool = True) -> "HuggingFaceLm":
-        """Set the mode, but keep dropout off, as in engines."""
+        """Set the mode of all modules except the body, where dropout stays off as in engines."""
         super().train(mode)
         self.body.eval()
         return self
@@ -279,13 +277,13 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # An empty batch computes one token, for gradients and collectives.
+        # In an empty batch, compute one token, so that gradients and collectives still run.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
         cell_T = row_T * longest + index_T - documents.cu_seqlens.long()[row_T]
         cells = token_ids_T.new_zeros(num_rows * longest).index_put((cell_T,), token_ids_T)
-        # Without mask and positions, transformers takes its fastest causal attention.
+        # Without mask and positions, transformers uses its fastest causal attention.
         output = self.body(input_ids=cells.view(num_rows, longest), use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, cell_T)
 
@@ -305,7 +303,7 @@ class HuggingFaceLm(CausalLm):
                 buffer.copy_(filled._buffers[key])
                 if buffer.is_floating_point() and filled._buffers[key].isnan().any():
                     unknown[f"{name}.{key}"] = buffer
-        if unknown:  # some bodies fill the buffers of their layers
+        if unknown:  # in some networks, only the body fills its layers' buffers
             init_weights(_nan_copy(self.body))
         for name, buffer in unknown.items():
             if buffer.isnan().any():
@@ -354,7 +352,7 @@ class _BodyOutput:
 
 
 class _PassthroughBody(nn.Module):
-    """Return inputs unchanged. Numeric attributes are the body's. Other attributes are `self`."""
+    """Return inputs unchanged. Numeric attributes come from the body, others are `self`."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -377,7 +375,7 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """The LM head of a transformers network, with the interface of `LmHead`.
 
-    With a bias or soft-capping, the backward pass recomputes chunks of logits.
+    For a head with bias or soft-capping, the backward pass recomputes chunks of logits.
     """
 
     def __init__(
@@ -489,8 +487,7 @@ def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | t
     if not patterns or len(patterns) < num_parts:
         raise OrreryError(
             f"model.hf_config.model_type {network.config.model_type!r}: its files do not store "
-            f"{name} as equal parts of each expert. "
-            "Choose a model whose files have the same tensors as its network"
+            f"{name} as equal parts of each expert. Choose another model"
         )
     return patterns[0] if num_parts == 1 else tuple(patterns)
 
@@ -516,7 +513,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Return a copy with NaN tensors on CPU, to find uninitialised values."""
+    """Return a copy with NaN tensors on CPU, to find values that are never initialised."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

@@ -1,11 +1,11 @@
-"""Multi-head latent attention (MLA), dense, or sparse with keys chosen by an indexer.
+"""Multi-head latent attention (MLA): dense, or sparse with keys chosen by an indexer.
 
 Shapes: T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
 unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys or
 head width N + R, J indexer heads, I indexer width
 
 MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
-https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
+https://arxiv.org/abs/2512.02556. Layers that share keys: GLM-5.1, https://arxiv.org/abs/2603.12201.
 Attention is dense if no document exceeds the indexer's `top_k` tokens. Indexers are frozen without
 `train_indexers`. Their loss gives other weights no gradient.
 """
@@ -41,7 +41,7 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """An indexer's choice of keys. `score_TK` and `kl` are None for frozen indexers."""
+    """The keys chosen by an indexer. `score_TK` and `kl` are None for frozen indexers."""
 
     chosen_TK: Tensor  # i32 key indices, −1 for none
     score_TK: Tensor | None = None  # f32
@@ -52,7 +52,8 @@ class ChosenKeys(NamedTuple):
 class KeyIndexer(nn.Module):
     """Choose for query t the keys s with the highest Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
-    GLM-5 rotates column pairs (2i, 2i + 1) of q and k (`turns_pairs`), DeepSeek-V3.2 (i, i + R/2).
+    `turns_pairs`: rotate column pairs (2i, 2i + 1) of q and k, as GLM-5. DeepSeek-V3.2 rotates
+    (i, i + R/2).
     """
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
@@ -73,13 +74,13 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
-        """Return whether to choose keys in vLLM's FP8 arithmetic."""
+        """Return whether to choose keys by FP8 scores, as vLLM does."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's indexer keys: [T, I], or packed FP8 keys and scales [T, ·].
 
-        An FP8 indexer in training returns both.
+        If the indexer is trained with FP8 scores, return both.
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):
@@ -118,11 +119,11 @@ class KeyIndexer(nn.Module):
             scored = self._rotate(q_TJI, angles), keys[0], gate_TJ * (num_heads * width) ** -0.5
         if is_fp8:
             q, scale_TJ = sparse_index_fp8.quantize_index(q_TJI, angles, self.turns_pairs)
-            # vLLM multiplies in this order.
+            # Multiply in vLLM's order, for equal rounding.
             compared = q, keys[-1], gate_TJ.detach() * scale_TJ * width**-0.5 * num_heads**-0.5
         else:
             compared = scored
-        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # rest is −1
+        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # others: −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
@@ -136,7 +137,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Pass a rank's keys on. Context parallelism replaces this module by one that gathers keys."""
+    """Return a rank's keys unchanged. Context parallelism replaces this module to gather keys."""
 
     is_gathered = False
 
@@ -198,9 +199,9 @@ class LatentAttention(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, ChosenKeys | None]:
-        """Return the output [T, D] and the next layer's `choice`.
+        """Return the output [T, D], and the `choice` to pass to the next layer.
 
-        `choice` comes from the previous layer. This layer's indexer may replace it.
+        This layer's indexer, if any, replaces the previous layer's `choice`.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -213,7 +214,7 @@ class LatentAttention(nn.Module):
         keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
         if indexer is not None:
             keys += indexer.keys(x_TD, angles)
-        # Keep gathered keys latent, so that no rank expands all keys.
+        # Attend to gathered keys in latent form, so that no rank expands keys of all ranks.
         is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
         sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
@@ -286,7 +287,7 @@ class LatentAttention(nn.Module):
         return q_THK, k_SHK, F.pad(v_SHV, (0, width - value_width))
 
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return queries [T, H, W] for latent keys: [q_THN · `kv_b_proj`'s key rows, q_THR]."""
+        """Return [q_THN · `kv_b_proj`'s key rows, q_THR]: queries [T, H, W] for latent keys."""
         key_HNC, _ = self._up_projections()
         return head_products(q_THN, key_HNC.to(q_THN.dtype), q_THR)
 
@@ -302,9 +303,9 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return how many layers use the same choice of keys as layer `index`, itself included.
+    """Return how many layers attend to the same chosen keys as layer `index`, including itself.
 
-    A "shared" layer uses the choice of the last "full" layer before it.
+    A "shared" layer uses the keys of the last "full" layer before it.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")

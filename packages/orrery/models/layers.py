@@ -1,7 +1,7 @@
 """Layers of pre-norm transformers: attention, feed-forward, and mixtures of experts.
 
 Shapes: T tokens, D hidden, H query heads, G key and value heads, K head size, R rotated width. In
-mixtures: E experts, K experts per token, M = T·K rows, I intermediate size.
+mixtures of experts: E experts, K experts per token, M = T·K rows, I intermediate size.
 """
 
 import math
@@ -29,9 +29,9 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
-    """Return each linear layer's output, in FP8 unless `fp8` is None.
+    """Return each linear layer's output, computed in FP8 unless `fp8` is None.
 
-    `fp8`: quantized weights. If empty, quantize the weights.
+    `fp8` holds the quantized weights. If it is empty, quantize the weights.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -82,9 +82,9 @@ def rotary_angles(
     dtype: torch.dtype,
     scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
+    """Return cos and sin [T, 1, R] of rotary angles, position · theta^(−2i/R) (RoFormer).
 
-    The halves of the R columns are equal (GPT-NeoX). Angles are computed in float32.
+    Columns i and i + R/2 are equal, as in GPT-NeoX. Angles are computed in float32.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
     frequency, size = 1.0 / theta ** (index.float() / rotary_dim), 1.0
@@ -204,10 +204,10 @@ class Router(nn.Module):
     def forward(
         self, x_TD: Tensor, replayed_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return scores f32 [T, K], expert ids i64 [T, K], and the number of differing routes.
+        """Return scores f32 [T, K], expert ids i64 [T, K], and the number of differing ids.
 
-        Valid ids in `replayed_TK` replace the router's choice. A replayed route differs if the
-        router did not choose it.
+        Valid ids in `replayed_TK` replace the router's choice. Such an id differs if the router did
+        not choose it for the token.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -229,7 +229,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Keep the `num_kept` groups with the highest sums of two best values. Set others to −∞."""
+    """Keep the `num_kept` groups with the highest sum of two best values. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -263,7 +263,7 @@ class Experts(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder, has_spare: bool = False
     ) -> Tensor:
-        """Return [T, D], each token's sum of score · output over its experts.
+        """Return [T, D]: each token's sum of score · output over its experts.
 
         With `has_spare`, rows after `rows.ends_E[-1]` have no expert, and their output is 0.
         """
@@ -301,7 +301,7 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
-    load_E: Tensor  # i64, tokens per expert, without padding tokens
+    load_E: Tensor  # i64, tokens per expert, excluding padding
     num_differing: Tensor | None  # i64 [], see `Router.forward`
 
 

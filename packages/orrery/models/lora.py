@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A.
 
-Merging computes in float32 and rounds once. A starts uniform in ±1/√(inputs), seeded by run seed
-and adapter name. B starts at zero.
+Merging computes in float32 and rounds once. A is drawn uniformly from ±1/√(inputs), with a
+generator seeded by run seed and adapter name. B starts at zero.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return the unsharded `weight` merged with `adapter`. Collective if `adapter` is sharded."""
+    """Return the unsharded `weight` merged with `adapter`. A collective if `adapter` is sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
 
@@ -93,9 +93,9 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
-    """Return part `box` of an adapter's factor A or B.
+    """Return the part `box` of an adapter's factor A or B.
 
-    All ranks join a gather or none does, because the choice depends on placements alone.
+    Either all ranks gather the factor or none does, because only its placements decide.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -1,6 +1,6 @@
-"""Find this rank's part of a tensor.
+"""Find this rank's part of a sharded tensor.
 
-A shard is a box: a range `[start, stop)` per dimension. Replicas have equal boxes.
+A shard is described by a box: a range `[start, stop)` per dimension. Replicas have equal boxes.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor. Collective if sharded."""
+    """Return the unsharded tensor. A collective if `parameter` is sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -59,7 +59,7 @@ def local_box(parameter: Tensor) -> Box:
 
 
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
-    """Return this rank's box. Mesh axes split `shape` like `torch.chunk`.
+    """Return this rank's box of a tensor. Mesh axes split `shape` like `torch.chunk`.
 
     An axis is (strided, tensor dim, number of parts, index of this rank's part). Strided axes
     (`_StridedShard`) split last.

@@ -35,8 +35,8 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor
-# inserted into parameter names by activation checkpointing and torch.compile
+MAX_DRAWING_THREADS = 16  # each thread holds one float32 tensor
+# Name parts that activation checkpointing and torch.compile insert
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -44,7 +44,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def initialize(module: CausalLm, model: Model) -> None:
     """Load pretrained weights, or draw normal values. Norm weights start at 1, biases at 0.
 
-    Draws depend on seed and tensor name, not on the mesh.
+    Drawn values depend on seed and tensor name, not on the mesh.
     """
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
@@ -74,7 +74,7 @@ def _seed(init: RandomInit, name: str) -> int:
 def initialize_on_device(
     module: CausalLm, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Draw shards on `device`, by default their own. Values depend on device and mesh."""
+    """Draw weights on `device`, by default the parameters'. Values depend on device and mesh."""
     _allocate(module)
     device = device or local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
@@ -98,7 +98,7 @@ def write_initial(
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # The disk limits reads of pretrained weights, so one thread suffices.
+    # Reading pretrained weights is limited by the disk, so one thread suffices.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -153,8 +153,8 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder. Keep the module's dtype.
 
-    Call `on_tensor` after every tensor. Raise OrreryError before any change if the folder does not
-    match.
+    Call `on_tensor` after every tensor. If the folder does not match the module, raise OrreryError
+    before any change.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -190,7 +190,7 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     start: Path | None = None,
 ) -> None:
-    """Write `config.json` and safetensors files. A file above `max_file_bytes` has one tensor.
+    """Write `config.json` and safetensors files of at most `max_file_bytes`, or of one tensor.
 
     Copy MTP (multi-token-prediction) layers from folder `start`. A rank buffers at most one file.
     """
@@ -254,7 +254,7 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return the checkpoint's tensors in writing order, without a collective."""
+    """Return the tensors of a checkpoint in the order of `save`, without a collective."""
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""
@@ -297,7 +297,7 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, detached tensor) in the order of `hf_tensors`.
+    """Yield (HF name, detached unsharded tensor) in the order of `hf_tensors`.
 
     Without sharding or adapters, tensors are views of parameters.
     """
@@ -314,7 +314,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT name, tensor in `dtype`) of all adapters. Collective if sharded.
+    """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if they are sharded.
 
     `lora_A` is [rank, in]. `lora_B` is [out, rank], times the scale. Experts are not supported.
     """
@@ -332,9 +332,9 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (HF tensor, box within it, this rank's data) without gather or copy.
+    """Yield (HF tensor, box in it, this rank's data of that box) without gather or copy.
 
-    Replicas yield equal boxes. `replacements`: {parameter name: shard to yield instead}.
+    Replicas yield equal boxes. `replacements` maps parameter names to shards to yield instead.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}
