@@ -419,7 +419,7 @@ def test_a_rotation_of_the_longest_row_is_refused_beyond_the_length_up_to_which_
     before = copy.deepcopy(content)
     told = (
         rf"model\.max_positions {most + 1}: model\.hf_config\.{field} is {most}, "
-        rf"and beyond it rope_type '{kind}' rotates"
+        rf"and above it, angles of rope_type '{kind}' depend"
     )
     with pytest.raises(OrreryError, match=told):
         make_network(content, max_positions=most + 1)

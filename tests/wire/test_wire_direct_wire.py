@@ -187,7 +187,7 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
             assert isinstance(failed, ValueError), failed
             assert isinstance(
                 told, TransferFailed
-            ) and "engine 0 (rank 1) did not receive everything" in str(told)
+            ) and "engine 0 (rank 1) did not receive all slices" in str(told)
             again = leases.start(claimed, "engine 0")
             held = together(*(partial(engine.take, again) for engine in engines))
             assert held[0] == held[1] and isinstance(held[0], dict), held
@@ -402,7 +402,8 @@ def test_a_pair_that_never_connects_ends_at_the_deadline_by_the_peers_name(monke
     )
     with pytest.raises(
         WireFailed,
-        match=r"engine 0 \(rank 0\) did not take its slices \(0\.06 s are over\)\. See its log",
+        match=r"engine 0 \(rank 0\) did not take its slices "
+        r"\(no result within 0\.06 s\)\. Read its log",
     ):
         peers.send(torch.zeros(1), 1, 0)
     with pytest.raises(WireFailed, match="trainer 0 did not send its slices"):

@@ -131,7 +131,7 @@ def test_a_step_waits_for_no_lease_that_was_sent():
 def test_a_lease_that_is_never_released_ends_the_step_by_name():
     table = table_at()
     table.apply(LeaseRequest("a", 1, 3, ("engine 0",)))
-    says = r"version 3 was leased and is not released after 0\.1 s\. Read logs/orchestrator\.0\.log"
+    says = r"version 3 is still leased after 0\.1 s\. Read logs/orchestrator\.0\.log"
     with pytest.raises(WireFailed, match=says):
         table.settle(3, 0.1, lambda: None)
 

@@ -101,7 +101,7 @@ def test_a_batch_without_samples_has_no_micro_steps():
 def test_a_sample_that_fits_nowhere_is_named():
     with pytest.raises(
         OrreryError,
-        match=r"sample 1 has 101 tokens, more than the 100.*"
+        match=r"sample 1 has 101 tokens, but a micro-batch at most 100.*"
         r"max_tokens_per_micro_batch to at least 101",
     ):
         pack(np.array([5, 101]), 1, MAX)

@@ -260,7 +260,7 @@ async def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_s
     with pytest.raises(
         OrreryError,
         match=r"micro-batch 0 of rank 0 cannot be sent: "
-        r"token columns \['logprob'\] are in some parts",
+        r"token columns \['logprob'\] are missing in some parts",
     ):
         await wire.sender.send(Batch(1, [[[left, right]]]))
         with pytest.raises(RunFailed, match="cannot be sent"):

@@ -336,7 +336,7 @@ def test_a_folder_is_published_without_torch_and_has_the_fingerprints_that_torch
     )
     read = dict(read_weights(published.path))
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-    with pytest.raises(OrreryError, match="no weights there"):
+    with pytest.raises(OrreryError, match="no weights found"):
         wire.publish_folder(4, tmp_path)
     assert WeightWatch(tmp_path / "wire").latest().version == 3
 
@@ -390,7 +390,7 @@ def test_a_wire_without_its_package_is_refused_as_either_end_starts(tmp_path, mo
     with pytest.raises(
         OrreryError,
         match=r"^transport\.weights 'nixl': .*\. "
-        r"Install the nixl version of locks/, or set transport\.weights to 'nccl'$",
+        r"Install the nixl version in locks/, or set transport\.weights to 'nccl'$",
     ):
         if end == "trainer":
             make_weight_sender("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with later orchestrator state
+LATER = "later"  # prefix of folders with orchestrator state saved after the checkpoint
 PUBLISHED = "published.json"  # digests of published weight versions
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders being removed
@@ -96,7 +96,7 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 
 
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
-    """Files in `notes` (see `write_note`) are not hashed again.
+    """Mark a folder as complete. Do not hash files in `notes` (see `write_note`) again.
 
     Raise RunFailed if such a file is missing or has another size.
     """
@@ -109,7 +109,7 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
     rest = [name for name in _files(folder) if name not in digests]
     if not digests and not rest:
-        raise OrreryError(f"{folder}: has no files; a checkpoint needs at least one")
+        raise OrreryError(f"{folder}: a checkpoint needs at least one file")
     for name in rest:
         sync(folder / name)
     for parent in sorted({(folder / name).parent for name in (*digests, *rest)}):
@@ -129,13 +129,13 @@ def verify(
 ) -> None:
     """Raise OrreryError, ending in `remedy`, if a file is damaged, missing or not in `files.json`.
 
-    - `share` (i, n): hash every n-th file from file i.
+    - `share` (i, n): hash every n-th file, from file i on.
     - `each`: called in worker threads after each CHUNK_BYTES read.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
     if not (folder / MARKER).exists():
-        raise OrreryError(f"{folder}: has no {MARKER}, so it is not whole; {remedy}")
+        raise OrreryError(f"{folder}: has no {MARKER}, so it is incomplete; {remedy}")
     expected = read_as(folder / FILES, dict[str, str], remedy)
     found = _files(folder)
     for name in sorted(expected.keys() | set(found)):
@@ -161,7 +161,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
     """
     if keep < 1:
         raise OrreryError(
-            f"trainer.checkpoint.keep: {keep} would remove every checkpoint. Keep at least 1"
+            f"trainer.checkpoint.keep: {keep} would remove all checkpoints. Keep at least 1"
         )
     removed = []
     for one in whole_checkpoints(run_dir, stage)[:-keep]:
@@ -206,7 +206,7 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
                 discard(run_dir, folder)
             except OSError as error:
                 raise OrreryError(
-                    f"{folder}: was never completed and cannot be moved aside ({error}). "
+                    f"{folder}: incomplete, but cannot be moved aside ({error}). "
                     "Remove it and run again"
                 ) from error
             removed.append(one.step)
@@ -229,14 +229,13 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(
-            f"{path}: missing, so a rank did not write its part of the checkpoint. "
-            "Read the role's logs"
+            f"{path}: missing, so a rank has not written its part of the checkpoint. Read its log"
         )
     try:
         noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])
     except (OSError, msgspec.MsgspecError) as error:
         raise RunFailed(
-            f"{path}: not a note of sizes and sha256 ({error}). "
+            f"{path}: must list sizes and sha256 of files ({error}). "
             "Run again to go on from the checkpoint before it"
         ) from error
     for name, entry in noted.items():

@@ -25,7 +25,7 @@ from orrery.runtime.run_directory import rollouts_dir
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # by the engine, at the sampling temperature
+    "logprob": np.dtype("float32"),  # computed by the engine, at the sampling temperature
     "version": np.dtype("int32"),  # policy version that sampled the token, or −1
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
@@ -36,7 +36,7 @@ TOKEN_COLUMNS = {
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
     "dispatch_version": np.dtype("int32"),  # policy version at the start of the group
-    "engine": np.dtype("int32"),  # index, or −1 if unknown or several
+    "engine": np.dtype("int32"),  # index of the sampling engine, or −1 if unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -45,7 +45,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Do not write to the arrays."""
+    """Columns of samples. The arrays must not change."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Columns:
         offsets = self.offsets
         is_list = offsets.ndim == 1 and len(offsets) >= 1
         if not is_list or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-            raise ValueError(f"offsets must rise from 0, got {offsets[:8]}…")
+            raise ValueError(f"offsets must ascend from 0, got {offsets[:8]}…")
         for kind, columns, length, dtypes in (
             ("token", self.token, self.num_tokens, TOKEN_COLUMNS),
             ("sample", self.sample, self.num_samples, SAMPLE_COLUMNS),
@@ -103,7 +103,7 @@ class Columns:
         for part in parts[1:]:
             odd = (part.token.keys() ^ token.keys()) | (part.sample.keys() ^ sample.keys())
             if odd:
-                raise ValueError(f"columns {sorted(odd)} are in some parts only")
+                raise ValueError(f"columns {sorted(odd)} are missing in some parts")
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
@@ -158,7 +158,7 @@ class ColumnLayout(msgspec.Struct, frozen=True):
         if start != self.num_bytes:
             raise ValueError(f"the slots cover {start} of {self.num_bytes} bytes")
         if not any(slot.kind == "offsets" for slot in self.slots):
-            raise ValueError("no slot has the offsets")
+            raise ValueError("the slot of offsets is missing")
 
 
 def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
@@ -166,7 +166,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Raise ValueError if columns differ between parts or have an unsupported dtype."""
+    """Return the layout. Raise ValueError if parts' columns differ or have an unsupported dtype."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -178,7 +178,7 @@ def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
         for name, array in arrays.items():
             if array.dtype.str not in DTYPES:
                 raise ValueError(
-                    f"{kind} column {name!r} has dtype {array.dtype}, which no wire carries. "
+                    f"{kind} column {name!r} has the unsupported dtype {array.dtype}. "
                     f"View it as one of {sorted(DTYPES)}"
                 )
             columns.append((kind, name, array.dtype.str, (length, *array.shape[1:])))
@@ -194,7 +194,7 @@ def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
 def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
     if other.keys() != one.keys():
         raise ValueError(
-            f"{kind} columns {sorted(other.keys() ^ one.keys())} are in some parts only"
+            f"{kind} columns {sorted(other.keys() ^ one.keys())} are missing in some parts"
         )
     for name, array in other.items():
         if array.dtype != one[name].dtype or array.shape[1:] != one[name].shape[1:]:
@@ -290,11 +290,11 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into JSON header and data. Raise ValueError if damaged.
 
-    Needed because the library safetensors cannot read bfloat16 into numpy arrays.
+    The library safetensors cannot read bfloat16 into numpy arrays.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
-        raise ValueError(f"a header of {header_bytes} bytes exceeds a file of {len(file)}")
+        raise ValueError(f"its header of {header_bytes} bytes exceeds the {len(file)} of the file")
     header = json.loads(file[8 : 8 + header_bytes].tobytes())
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")

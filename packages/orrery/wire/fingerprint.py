@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a CPU core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # hides kernel launches
+GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide kernel launch times
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
@@ -211,7 +211,7 @@ class SliceFingerprints:
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """Use Triton kernels if `fused` (None: on a GPU with Triton)."""
+        """If `fused`, use Triton kernels. None means on GPUs, if Triton is installed."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

@@ -1,7 +1,7 @@
 """Compute fingerprint shares of many slices in one Triton pass.
 
-Symbols are as in `fingerprint`. A group has GROUP elements. If a slice's rows are whole groups, the
-kernel `_groups` multiplies elements by 32-bit integers. With W-bit elements and
+`fingerprint` defines the symbols. A group is GROUP consecutive elements. If a slice's rows are
+whole groups, the kernel `_groups` multiplies elements by 32-bit integers. With W-bit elements and
 u = b + 2^(W−1) ≥ 0:
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
@@ -19,7 +19,7 @@ import triton.language as tl
 from orrery.wire.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
 BLOCK, STEPS = 4096, 8  # elements per block, blocks per program
-WARPS, WARPS_BY_ELEMENT = 2, 8  # fastest on an H200
+WARPS, WARPS_BY_ELEMENT = 2, 8  # warps of `_groups` and `_elements`, fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -207,7 +207,7 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Divide slices among Triton programs of `taken` elements each.
 
-    Return `slice_of`, `first_of` and `rows`. Their unit is `run` elements, except for `begin`.
+    Return `slice_of`, `first_of` and `rows` in units of `run` elements. `begin` counts elements.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

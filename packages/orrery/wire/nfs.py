@@ -25,7 +25,7 @@ def read(path: Path) -> bytes | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes if the file is replaced, or None if missing."""
+    """Return a value that changes if the file is replaced, or None if it is missing."""
     status = _if_there(path.stat)
     return None if status is None else (status.st_ino, status.st_mtime_ns)
 

@@ -47,8 +47,8 @@ def pack(
     - `lengths`: tokens per sample, int64 [num_samples].
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
     - `attention`: costs instead of quadratic · n², float64 [num_samples].
-    - `padded`: the model pads samples to the micro-batch's longest.
-    - `multiple`: ranks that share a sample pad it to a multiple of `multiple` tokens.
+    - `padded`: the model pads samples to the longest sample of the micro-batch.
+    - `multiple`: ranks that share a sample pad its length to a multiple of this number.
 
     Raise OrreryError if a sample is empty or exceeds `max_tokens`.
     """
@@ -65,8 +65,8 @@ def pack(
     longest = int(lengths.max())
     if longest > max_tokens:
         raise OrreryError(
-            f"packing: sample {int(lengths.argmax())} has {longest} tokens, more than the "
-            f"{max_tokens} of one micro-batch. "
+            f"packing: sample {int(lengths.argmax())} has {longest} tokens, but a micro-batch at "
+            f"most {max_tokens}. "
             f"Raise trainer.memory.max_tokens_per_micro_batch to at least {longest}"
         )
     lengths = -(-lengths // multiple) * multiple
@@ -196,7 +196,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Micro-batches made at each access, to save memory. `make` must be deterministic."""
+    """Make a micro-batch at each access, to save memory. `make` must be deterministic."""
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
         self._length = length
@@ -219,7 +219,7 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return micro-batches, `[rank][micro_step]`, as lists of documents."""
+    """Return micro-batches `[rank][micro_step]`, each a list of documents."""
     empty = [documents[0].select([])] if len(documents) else []
 
     def of_rank(steps: list[np.ndarray]) -> LazyMicroBatches:

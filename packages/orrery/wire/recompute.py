@@ -26,9 +26,9 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """Each token's log-prob, and its distribution's entropy and variance of log p.
+    """Each token's log-prob, and the entropy and variance of log p of its distribution.
 
-    Fields are f32 [n], or empty if the weights are gone.
+    Fields are f32 [n], or empty if the weights were removed.
     """
 
     logprob: bytes = b""

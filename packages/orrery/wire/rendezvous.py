@@ -1,7 +1,7 @@
 """Publish and find the addresses of a stage's processes (roles).
 
-Addresses are files in `stages/<stage>/endpoints/`. Files of earlier attempts are ignored. An
-incarnation counts a process's restarts.
+Addresses are files in `stages/<stage>/endpoints/`. Files of earlier attempts are ignored.
+`incarnation` counts a process's restarts.
 """
 
 import os
@@ -91,7 +91,7 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """Return endpoints 0 to `count` − 1 of `role` once published.
+    """Return endpoints 0 to `count` − 1 of `role` when all are published.
 
     Call `meanwhile` at each poll. Raise RunFailed after `deadline_s` seconds.
     """
@@ -130,7 +130,7 @@ def request_s(manifest: "Manifest") -> float:
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the canary, a test prompt's token ids, equal in all processes."""
+    """Return the canary: token ids of a test prompt, equal in all processes."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

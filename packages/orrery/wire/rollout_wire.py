@@ -2,8 +2,8 @@
 
 - A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
   the batch exists, so ranks can join or restart at any time.
-- The answer to `micro_step` −1 has the batch's totals and info. Other answers have a
-  micro-batch's ticket (see `sockets.py`).
+- The answer to `micro_step` −1 holds the batch's totals and info. Other answers hold a ticket to
+  fetch the micro-batch (see `sockets.py`).
 - A rank repeats an ask until it is answered. Repeats on one connection get one answer.
 """
 
@@ -36,7 +36,7 @@ from orrery.wire.sockets import (
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
 SILENCE_S = 10.0  # longest silence before a rank reconnects
-NUM_HANDSHAKES = 5  # failed handshakes in a row that raise RunFailed
+NUM_HANDSHAKES = 5  # consecutive failed handshakes that raise RunFailed
 _HEAD = -1
 
 
@@ -44,8 +44,8 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: equally many per rank, with arrays that must not change
-      until all ranks acknowledge the batch.
+    - `micro_batches[rank][micro_step]`: equally many per rank. Their arrays must not change until
+      all ranks acknowledge the batch.
     - `totals` (token counts for the loss) and `info`: JSON values.
     """
 
@@ -131,7 +131,7 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """Use this in one event loop."""
+    """Send batches to all trainer ranks. Use one event loop only."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -154,7 +154,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait until all ranks acknowledged earlier batches, then send in the background."""
+        """Wait until all ranks have acknowledged earlier batches. Send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: not self._held)
@@ -271,7 +271,7 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """All calls block."""
+    """Receive one rank's parts of batches. All calls block."""
 
     def __init__(self, url: str, rank: int) -> None:
         self.rank = rank
@@ -300,7 +300,7 @@ class RolloutReceiver:
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's part of batch `step`, or raise RunFailed.
 
-        `deadline_s` limits each wait for the sender, also during iteration.
+        `deadline_s` limits each wait for the sender, including waits during iteration.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches
@@ -361,7 +361,7 @@ class RolloutReceiver:
                 last_asked = time.monotonic()
                 if last_asked >= start + deadline_s:
                     raise RunFailed(
-                        f"{self._asked(ask)}, but nothing came within {deadline_s:g} s. "
+                        f"{self._asked(ask)}, but got no answer within {deadline_s:g} s. "
                         "Read logs/orchestrator.0.log"
                     )
                 self._send(ask, self._asked(ask))
@@ -399,7 +399,7 @@ class RolloutReceiver:
             filled = reached
             if now >= moved + deadline_s:
                 raise RunFailed(
-                    f"{self._asked(ask)}, but after {filled} of {len(buffer)} bytes nothing came "
+                    f"{self._asked(ask)}, but got only {filled} of {len(buffer)} bytes, and no more "
                     f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
@@ -407,13 +407,13 @@ class RolloutReceiver:
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):
                 raise RunFailed(
-                    f"{self._asked(ask)}, but the micro-batch had {len(buffer)} bytes before, "
-                    f"and has {head.layout.num_bytes} now"
+                    f"{self._asked(ask)}, but its size changed from {len(buffer)} to "
+                    f"{head.layout.num_bytes} bytes"
                 )
         try:
             return columns_from(head.layout, buffer)
         except ValueError as error:
-            raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
+            raise RunFailed(f"{self._asked(ask)}, but its data is damaged: {error}") from error
 
     def _next(self, ask: BatchAsk, until: float) -> zmq.Frame | None:
         while True:

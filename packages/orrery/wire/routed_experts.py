@@ -1,4 +1,4 @@
-"""Replay routing (R3): the trainer uses the experts that the engine chose.
+"""Replay routing (R3): the trainer uses the experts that an engine chose.
 
 - Row t of column `routed_experts` [tokens, layers, top_k] has the expert ids of input token t:
   uint8, or uint16 for more than 256 experts.
@@ -82,7 +82,7 @@ def split_choices(
         raise RunFailed(
             f"{what}: {COLUMN} is {rows.dtype} [tokens, {', '.join(map(str, rows.shape[1:]))}]; "
             f"replayed indexer choices need uint8 [tokens, 1, {num_bytes} + a multiple of "
-            f"{num_indexers}]; does the engine serve another model?"
+            f"{num_indexers}]; check the engine's model"
         )
     routes = np.ascontiguousarray(rows[:, 0, :num_bytes]).view(shape.dtype)
     choices = rows[:, 0, num_bytes:].reshape(len(rows), num_indexers, -1)
@@ -104,7 +104,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
             f"{', '.join(map(str, routes.shape[1:]))}]; this model has {shape.num_experts} experts "
             f"in each of {shape.num_layers} layers, {shape.top_k} per token, and needs "
             f"{shape.dtype} [tokens, {shape.num_layers}, {shape.top_k}]; "
-            "does the engine serve another model?"
+            "check the engine's model"
         )
     routes = routes[:, routes.shape[1] - shape.num_layers :]
     suspect = routes >= min(shape.num_experts, shape.no_route)
@@ -164,10 +164,10 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Cut `routed_experts`, often tens of MB, from an engine's JSON answer before decoding.
+    """Cut `routed_experts`, often tens of MB, out of an engine's JSON answer before decoding.
 
-    Return the rest, and the routes or None. Raise ValueError if the field is not a .npy file of
-    routes.
+    Return the rest of the answer, and the routes or None. Raise ValueError if the field is not a
+    .npy file of routes.
     """
     import pybase64
 
@@ -185,7 +185,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
     if not is_route or head.tell() + dtype.itemsize * np.prod(shape) != num_bytes:
         raise ValueError(
             f"routed_experts is {dtype} {shape} in {num_bytes} bytes, "
-            "not uint8 or uint16 [rows, layers, experts a token]"
+            "not uint8 or uint16 [rows, layers, experts per token]"
         )
     return body[:first] + body[last:], Routes(start, shape, dtype, text, head.tell())
 
@@ -193,7 +193,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Join routes of a conversation's answers into a column [num_tokens, layers, top_k].
 
-    Later answers take precedence. Raise ValueError if an answer does not fit.
+    Later answers take precedence. Raise ValueError if an answer's routes do not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape

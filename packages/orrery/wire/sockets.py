@@ -2,7 +2,7 @@
 
 - Control: ZeroMQ, ROUTER at the orchestrator, DEALER at ranks. Both ends derive CurveZMQ keys from
   the run's token, so no secret is sent.
-- Bulk: a ticket, sent by the control socket, has two random secrets. The receiver sends the first
+- Bulk: a ticket, sent over the control socket, has two random secrets. The receiver sends the first
   and a byte offset. The sender answers with the second and a micro-batch's bytes from the offset.
 - Bulk bytes are neither encrypted nor signed, so the network must be private.
 """
@@ -32,8 +32,8 @@ from orrery.runtime.network import derived_key
 from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 PROTOCOL = 3
-MAX_ASK_BYTES = 4096  # per message to the orchestrator
-MAX_HEAD_BYTES = 64 << 20  # per message to a rank
+MAX_ASK_BYTES = 4096  # limit of a message to the orchestrator
+MAX_HEAD_BYTES = 64 << 20  # limit of a message to a rank
 HANDSHAKE_S = 5.0
 # RecursionError: deep nesting. ValueError: bad UTF-8.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
@@ -45,11 +45,11 @@ HANDSHAKE_FAILED = (
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # for the current and next micro-batch
-MAX_UNKNOWN = 64  # connections without a ticket
+MAX_UNKNOWN = 64  # maximum connections that have shown no ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # references to a free buffer: pool and `getrefcount`
+_UNSHARED = 2  # reference count of a free buffer, from the pool and `getrefcount`
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """`num_foreign` counts refused peers and messages."""
+    """The orchestrator's control socket. `num_foreign` counts refused peers and messages."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -113,7 +113,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Pass messages of `kind` to `handle(peer, message)`, which returns False to refuse."""
+        """Pass messages of `kind` to `handle(peer, message)`. It returns False to refuse one."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
@@ -126,7 +126,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Drop the message if `peer` has disconnected."""
+        """Send a message. Drop it if `peer` has disconnected."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:
@@ -160,7 +160,7 @@ class ControlSocket:
             if inspect.isawaitable(is_ours):
                 is_ours = await is_ours
             if message is None or is_ours is False:
-                self._count_foreign("a message that is no request of this protocol")
+                self._count_foreign("a message that does not follow this protocol")
 
     def read(self, parts: list[bytes]) -> msgspec.Struct | None:
         if len(parts) == 1:
@@ -177,7 +177,7 @@ class ControlSocket:
     def _count_foreign(self, why: str) -> None:
         self.num_foreign += 1
         if self.num_foreign.bit_count() == 1:
-            log.warning("rollout wire: turned away %s (%d so far)", why, self.num_foreign)
+            log.warning("rollout wire: refused %s (%d so far)", why, self.num_foreign)
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -290,7 +290,7 @@ class BulkSender:
         self.num_foreign += 1
         if self.num_foreign.bit_count() == 1:  # log only powers of two
             log.warning(
-                "rollout wire: closed a connection to port %d that showed no ticket (%d so far)",
+                "rollout wire: closed a connection to port %d without a ticket (%d so far)",
                 self.port,
                 self.num_foreign,
             )
@@ -338,7 +338,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reusable buffers, because allocating takes as long as filling."""
+    """Reuse buffers, because allocating a buffer takes as long as filling it."""
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []

@@ -67,7 +67,7 @@ def make_weight_sender(
     num_ranks: int,
     device: "torch.device",
 ) -> "WeightSender":
-    """Raise OrreryError if NIXL cannot be loaded. Rank 0 listens at `host`."""
+    """Return a rank's sender. Rank 0 listens at `host`. Raise OrreryError if NIXL cannot load."""
     from orrery.wire.weight_wire.links import load_nixl
     from orrery.wire.weight_wire.transfer import WeightSender
 
@@ -82,6 +82,6 @@ def make_weight_sender(
 def check_library(kind: str) -> None:
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
-            "transport.weights 'nixl': NIXL is not installed here. "
-            "Install the nixl version of locks/, or set transport.weights to 'nccl'"
+            "transport.weights 'nixl': NIXL is not installed. "
+            "Install the nixl version in locks/, or set transport.weights to 'nccl'"
         )

@@ -28,12 +28,12 @@ from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
 ADDRESS = "wire.json"
 CURRENT = "current"
-ARRIVALS = "arrivals"  # queue of arrivals with HMAC
-MEET_S = 120.0  # limit for another rank's value
-FOREVER_S = 10.0**7  # limit for the next transfer
+ARRIVALS = "arrivals"  # key of the queue of `Arrival`s
+MEET_S = 120.0  # limit of a wait for another rank's value
+FOREVER_S = 10.0**7  # limit of the wait for the next transfer
 ARRIVAL_S = 120.0  # limit between engine ranks' arrivals
-DONE_S = 300.0  # limit for a trainer rank's result
-LOOK_S = 0.5  # blocking part of a wait, before polling
+DONE_S = 300.0  # limit of the wait for a trainer rank's result
+LOOK_S = 0.5  # a wait blocks this long, then polls
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -86,7 +86,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store. A wait blocks it, so each thread needs its own."""
+    """A connection to the store. A wait blocks the connection, so each thread needs its own."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -94,7 +94,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """Make waits in the body raise WireFailed once `transfer` is over."""
+        """Make waits inside this context raise WireFailed once `transfer` is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -116,8 +116,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, for a forged value, or if
-        the store is gone.
+        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, if the value is forged,
+        or if the store is gone.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -135,8 +135,8 @@ class StoreConnection:
         if not hmac.compare_digest(mac, self._mac(key, content)):
             raise WireFailed(
                 f"weight wire: the value of {key!r} ({what}) was not written by a role of this "
-                f"run; another program reaches port {self.address.port} of {self.address.host}. "
-                "Close that port to it, then run again"
+                f"run; another program can reach port {self.address.port} of {self.address.host}. "
+                "Close the port to it and run again"
             )
         return content
 

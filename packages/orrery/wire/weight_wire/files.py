@@ -53,9 +53,9 @@ def own(folder: Path) -> None:
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> int:
-    """Return the bytes of shared memory for `keep` + 1 versions, or 0 if on disk.
+    """Return the bytes of shared memory for `keep` + 1 versions, or 0 if they are on disk.
 
-    Raise OrreryError if they do not fit.
+    Raise OrreryError if the versions do not fit.
     """
     where, enlarge = Path(run_dir), "free some there"
     if num_nodes == 1:
@@ -158,7 +158,7 @@ class WeightPublisher:
             shard_bytes += tensor.nbytes
         flush()
         if not fingerprints:
-            raise OrreryError("weight wire: a version without tensors")
+            raise OrreryError("weight wire: a version needs at least one tensor")
         return fingerprints
 
 
@@ -169,7 +169,7 @@ def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
     if not fingerprints:
-        raise OrreryError(f"{folder}: no weights there. Run the stage that writes them first")
+        raise OrreryError(f"{folder}: no weights found. Run the stage that writes them first")
     return fingerprints
 
 
@@ -222,8 +222,8 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise OrreryError(
-            f"{folder}: no weights there; the publisher keeps only the newest versions, "
-            "so ask for the latest again"
+            f"{folder}: no weights found; the publisher keeps only the newest versions, "
+            "so read the latest version"
         )
     for shard in shards:
         try:
@@ -233,7 +233,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
         except FileNotFoundError as error:
             raise OrreryError(
                 f"{shard}: removed while it was read; the publisher keeps only the newest "
-                "versions, so ask for the latest again"
+                "versions, so read the latest version"
             ) from error
 
 

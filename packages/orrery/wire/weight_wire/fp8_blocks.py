@@ -1,9 +1,9 @@
 """Send weights in FP8: e4m3 values, and a float32 scale per block of 128 × 128.
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
-- The engine decodes them to bfloat16, and its model quantizes to FP8 again. This restores values,
-  because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, and half a step of e4m3 is
-  at least 2⁻⁵ of it.
+- The engine decodes them to bfloat16, and its model quantizes them to FP8 again. This restores
+  values, because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, and half a step of
+  e4m3 is at least 2⁻⁵ of the value.
 - It restores scales (a block's largest magnitude / 448), because 448 · scale rounds to the largest
   magnitude in bfloat16.
 """
@@ -28,7 +28,7 @@ from orrery.wire.weight_wire.plan import (
 SCALE = "_scale_inv"
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # minimum, because engines raise smaller block maxima to 1e-4
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # smallest scale: engines raise block maxima to 1e-4
 CHUNK_ROWS = 1024  # rows decoded at a time, in float32
 
 
@@ -40,7 +40,7 @@ def in_blocks(box: Box) -> Box:
     sides = box[-2:]
     if any(start % FP8_BLOCK or stop % FP8_BLOCK for start, stop in sides):
         raise ValueError(
-            f"part {list(box)} of an FP8 weight is not whole blocks of {FP8_BLOCK} × {FP8_BLOCK}"
+            f"box {list(box)} of an FP8 weight is not whole blocks of {FP8_BLOCK} × {FP8_BLOCK}"
         )
     return *box[:-2], *((start // FP8_BLOCK, stop // FP8_BLOCK) for start, stop in sides)
 
@@ -103,7 +103,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode FP8 slices from buckets. Scales must arrive with or before their values."""
+    """Decode FP8 slices from buckets. Scales must arrive before or with their values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

@@ -23,8 +23,8 @@ from orrery.wire.sockets import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 # vLLM passes on only the text of errors, so these phrases identify errors.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # limit of a transfer's round
-LEASE_S = 120.0  # limit of the trainer's answer
+ROUND_S = 60.0  # limit of one round of a transfer
+LEASE_S = 120.0  # limit of the wait for the trainer's answer
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -43,8 +43,8 @@ class TransferFailed(WireFailed):
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A policy version for engines.
 
-    - `fingerprints`: by Hugging Face's tensor name. `digest` hashes them.
-    - `canary`: log-probs of a test prompt without its first token, or empty.
+    - `fingerprints`: by Hugging Face's tensor name. `digest` is their hash.
+    - `canary`: log-probs of a test prompt's tokens, except the first, or empty.
     - `transfer`: the transfer's number on a direct wire, or 0.
     """
 
@@ -83,7 +83,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Trainer rank 0's single lease and its transfer. Thread-safe."""
+    """The only lease of trainer rank 0, and its transfer. Thread-safe."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -149,7 +149,7 @@ class LeaseTable:
             self.changed.notify_all()
 
     def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
-        """Refuse new leases. Wait for the lease's end, and call `check` meanwhile.
+        """Refuse new leases. Wait for the end of the current lease, and call `check` meanwhile.
 
         Raise WireFailed after `limit_s` seconds.
         """
@@ -160,8 +160,8 @@ class LeaseTable:
                 check()
                 if time.perf_counter() > end:
                     raise WireFailed(
-                        f"weight wire: version {version} was leased and is not released after "
-                        f"{limit_s:g} s. Read logs/orchestrator.0.log"
+                        f"weight wire: version {version} is still leased after {limit_s:g} s. "
+                        "Read logs/orchestrator.0.log"
                     )
                 self.changed.wait(STOP_S)
             self._open = None
@@ -239,7 +239,7 @@ class LeaseClient:
         """Lease the version and start its transfer to `engines`. End the previous transfer.
 
         Return `published` with the transfer's number, or None if the version is gone. Raise
-        WireFailed if the trainer does not answer. Call `release` afterwards.
+        WireFailed if the trainer does not answer. Call `release` after the transfer.
         """
         request = self._want(published.version, tuple(engines))
         try:

@@ -1,6 +1,6 @@
 """Move bytes from buffers ("buckets") of trainer ranks ("sources") to engine ranks ("targets").
 
-- `nccl`: a process group sends messages (gloo on CPUs). A target GPU on the source GPU's host
+- `nccl`: a process group sends messages (gloo on CPUs). If both GPUs are on one host, the target
   instead reads the source's buckets by CUDA IPC.
 - `nixl`: the target reads the source's buckets over NIXL and UCX.
 - The first NCCL message between two ranks blocks until both join, so it runs in a thread for at
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 Wait = Callable[[], None]
-"""Wait until a message has arrived. If it does not, raise WireFailed, which names the peer.
+"""Wait until a message has arrived. Raise WireFailed, naming the peer, if it does not.
 
-Before, the source must not overwrite the sent bytes, and the target must not read its buffer.
+Until then, the source must not overwrite the sent bytes, and the target must not read its buffer.
 """
 
 
@@ -109,14 +109,14 @@ class GroupLink:
         end = time.monotonic() + limit_s
         while not work.is_completed():
             if time.monotonic() > end:
-                raise RuntimeError(f"{limit_s:g} s are over")
+                raise RuntimeError(f"no message within {limit_s:g} s")
             time.sleep(POLL_S)
         work.wait()
 
     def _failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
         return WireFailed(
             f"weight wire: {self._names[peer]} did not {verb} its slices ({_first_line(error)}). "
-            "See its log"
+            "Read its log"
         )
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise RuntimeError(f"{limit_s:g} s are over")
+        raise RuntimeError(f"no result within {limit_s:g} s")
     return results[0]
 
 
@@ -320,8 +320,8 @@ def load_nixl() -> Any:
         import nixl._api
     except ImportError as error:
         raise OrreryError(
-            f"transport.weights 'nixl': NIXL cannot be loaded here ({error}). "
-            "Install the nixl version of locks/, or set transport.weights to 'nccl'"
+            f"transport.weights 'nixl': NIXL cannot be loaded ({error}). "
+            "Install the nixl version in locks/, or set transport.weights to 'nccl'"
         ) from error
     return nixl._api
 
@@ -415,7 +415,7 @@ class NixlReader:
                 time.sleep(POLL_S)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise RuntimeError(f"it ended in state {state}")
+                raise RuntimeError(f"the read ended in state {state}")
         finally:
             agent.release_xfer_handle(handle)
 
@@ -432,7 +432,7 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's links. Targets in `pulling` read its buckets. Others receive by process group."""
+    """A source's links to targets. Targets in `pulling` read its buckets, others use a group."""
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's links. It reads the buckets of `pulled` sources. Others send by process group."""
+    """A target's links to sources. It reads buckets of `pulled` sources. Others use a group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -465,7 +465,7 @@ class ReceiverLink:
         self.close = opened.close
 
     def receive(self, number: int, source: int, into: Tensor) -> Wait:
-        """Receive into `into` (u8) after the GPU's earlier work on it."""
+        """Receive into `into` (u8), after earlier GPU work on it."""
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._group is not None

@@ -24,7 +24,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # lets any dtype view a slice
+ALIGNMENT_BYTES = 16  # allows views of slices in all dtypes
 PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket waste little space
 
 
@@ -172,7 +172,7 @@ def plan_moves(
                     where = "no trainer rank" if missing > 0 else "several trainer ranks in part"
                     raise OrreryError(
                         f"weight wire: engine rank {target} needs {list(need)} of tensor {name!r}, "
-                        f"but {abs(missing)} of these elements are held by {where}"
+                        f"but {where} holds {abs(missing)} of these elements"
                     )
     return found
 
@@ -338,7 +338,7 @@ class _Bucketful:
 class RankFingerprints:
     """Compute a trainer rank's shares of fingerprints.
 
-    A box counts only at the lowest rank that holds it.
+    If several ranks hold a box, only the lowest rank includes it.
     """
 
     def __init__(

@@ -132,12 +132,12 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Return the announcement on rank 0.
+        """Announce a version. On rank 0, return the announcement.
 
         All ranks call this, but never between `settle` and the optimizer step. Raise WireFailed if
         the sending thread failed.
 
-        - `held` returns every tensor of the checkpoint, empty if this rank has no part.
+        - `held` returns all checkpoint tensors. Those without a part on this rank are empty.
         - `standing`: this rank's parameters and buffers. `held` is called again only if one of
           them has new storage.
         - Rank 0 calls `report(version, error or "", seconds by phase)` after each transfer.
@@ -174,7 +174,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Return the seconds waited for the version's lease."""
+        """Withdraw the version. Return the seconds waited for its lease."""
         begin, version = time.perf_counter(), self._version
         if version is None or self._sending is None:
             return 0.0
@@ -407,7 +407,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the trainer, if needed. `needs` returns the boxes to receive."""
+        """Connect to the trainer, unless connected. `needs` returns the boxes to receive."""
         address = find_wire(folder)
         if address == self._address:
             return
@@ -492,7 +492,7 @@ class WeightReceiver:
         except WireFailed as error:
             raise TransferFailed(self._transfer, error) from error
         if not shares:
-            raise TransferFailed(self._transfer, f"{name} did not receive everything")
+            raise TransferFailed(self._transfer, f"{name} did not receive all slices")
         return np.frombuffer(shares, np.uint64)
 
     def drop(self) -> None:
