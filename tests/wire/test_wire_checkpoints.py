@@ -174,7 +174,7 @@ def test_a_note_that_is_not_of_its_file_is_caught(tmp_path, monkeypatch):
             r"rank_1\.safetensors: has 10 bytes, but rank_1\.sha256\.json says 11",
         ),
         (file.unlink, r"rank_1\.safetensors: is missing, but rank_1\.sha256\.json says 11"),
-        (lambda: note.write_bytes(said[:-1]), r"rank_1\.sha256\.json: not a note"),
+        (lambda: note.write_bytes(said[:-1]), r"rank_1\.sha256\.json: must list sizes"),
         (note.unlink, r"rank_1\.sha256\.json: missing"),
     ]:
         change()

@@ -64,7 +64,7 @@ def test_parts_that_disagree_on_an_opaque_shape_are_refused():
 
 
 def test_python_objects_are_refused():
-    with pytest.raises(ValueError, match="no wire carries"):
+    with pytest.raises(ValueError, match="has the unsupported dtype"):
         layout_of(Columns(np.array([0, 1]), {"text": np.array(["a"], dtype=object)}))
 
 

@@ -245,7 +245,7 @@ async def test_a_deadline_says_who_waited_for_what(wire):
     with pytest.raises(
         RunFailed,
         match=r"trainer rank 0 asked the orchestrator at .* for batch 3, "
-        r"but nothing came within 0\.1 s",
+        r"but got no answer within 0\.1 s",
     ):
         await taken(wire.receiver(), 3, deadline_s=0.1)
     await wire.sender.send(batch_of(3))

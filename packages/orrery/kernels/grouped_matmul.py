@@ -1,8 +1,7 @@
 """Multiply each group's rows by its matrix, optionally with LoRA adapters a and b.
 
 Group e is rows `ends[e − 1]:ends[e]`. In the output and x's gradient, rows after the last group are
-undefined. In bfloat16 on a GPU, products use torch's grouped GEMM if 8 divides both sides of the
-matrix, and adapters up to rank 64 use Triton. Other products run in a slow loop.
+undefined.
 """
 
 from collections.abc import Iterator

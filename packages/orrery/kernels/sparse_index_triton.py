@@ -127,7 +127,6 @@ def choose(
 def quantize_index(
     x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, turns_pairs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `sparse_index_fp8.quantize_index`."""
     num_tokens, num_heads, width = x_THD.shape
     value_THD = torch.empty_like(x_THD, dtype=torch.float8_e4m3fn)
     scale_TH = x_THD.new_empty(num_tokens, num_heads, dtype=torch.float32)

@@ -58,7 +58,7 @@ def _shared_bytes(device: int) -> int:
 
 
 def clear_empty(out_THV: Tensor, length_T: Tensor) -> None:
-    """Set the outputs of queries without keys to 0, in place."""
+    """Zero the outputs of queries without keys."""
     num_queries, *sizes = out_THV.shape
     if num_queries:
         _clear_empty[(num_queries,)](out_THV, length_T, SIZE=math.prod(sizes), num_warps=1)

@@ -1,4 +1,4 @@
-"""Triton kernels of `token_logprob`, each with one pass over float32 logits.
+"""Triton kernels of `token_logprob`, each with one pass over contiguous float32 logits.
 
 NaN and infinite logits give NaN. Offsets have 64 bits, because T × V can exceed 2³¹.
 """
@@ -17,7 +17,6 @@ NUM_WARPS = 8
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Add contiguous f32 logits [T, B] of token ids from `first_column` on to the f32 state."""
     num_rows, width = logits_TB.shape
     if logits_TB.numel():
         block = min(ABSORB_BLOCK, triton.next_power_of_2(width))
@@ -36,7 +35,6 @@ def gradient(
     first_column: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient [T, B] of contiguous f32 logits, rounded once to `out_dtype`."""
     num_rows, width = logits_TB.shape
     grad_TB = torch.empty_like(logits_TB, dtype=out_dtype)
     if grad_TB.numel():

@@ -1,8 +1,6 @@
 """Define the interface of all networks, and our own decoder.
 
 Shapes: T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
-
-`lm_head_weight` may be a shard. FSDP gathers it only while its module runs.
 """
 
 from collections.abc import Sequence

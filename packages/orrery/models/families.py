@@ -1,8 +1,4 @@
-"""Describe families of networks as data: Hugging Face's parameter names and config fields.
-
-Sources on arXiv: Qwen3 2505.09388, Llama 2407.21783, GLM-4.5 2508.06471, GLM-5 2602.15763,
-DeepSeek-V3 2412.19437.
-"""
+"""Describe families of networks as data: Hugging Face's parameter names and config fields."""
 
 import re
 from collections.abc import Callable

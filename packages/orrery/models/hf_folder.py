@@ -157,7 +157,7 @@ def weight_files(directory: Path) -> list[Path]:
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so this Hugging Face directory is unfinished. "
-            "Run the stage again that writes it"
+            "Rerun the stage that writes it"
         )
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]

@@ -129,7 +129,6 @@ def _embedding(module: Any) -> nn.Module:
 
 
 def check_layers(config: PreTrainedConfig, source: str) -> None:
-    """Raise OrreryError if layers differ in a config attribute."""
     if names := sorted(getattr(config, "per_layer_attributes", None) or ()):
         raise OrreryError(
             f"{source}: layers of {config.model_type!r} differ in {' and '.join(names)}, "

@@ -6,8 +6,7 @@ head width N + R, J indexer heads, I indexer width
 
 MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
 https://arxiv.org/abs/2512.02556. Layers that share keys: GLM-5.1, https://arxiv.org/abs/2603.12201.
-Attention is dense if no document exceeds the indexer's `top_k` tokens. Indexers are frozen without
-`train_indexers`. Their loss gives other weights no gradient.
+Attention is dense if no document exceeds the indexer's `top_k` tokens.
 """
 
 from collections.abc import Sequence

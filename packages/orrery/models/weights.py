@@ -1,7 +1,6 @@
 """Load, initialise and save weights, whole or sharded, as Hugging Face folders.
 
-On sharded modules, `save` and `named_hf_tensors` are collectives that all ranks must finish. A
-Hugging Face ("HF") tensor is a slice ("box") of a parameter or buffer, with adapters merged.
+A Hugging Face ("HF") tensor is a slice ("box") of a parameter or buffer, with adapters merged.
 """
 
 import hashlib

@@ -399,7 +399,7 @@ class RolloutReceiver:
             filled = reached
             if now >= moved + deadline_s:
                 raise RunFailed(
-                    f"{self._asked(ask)}, but got only {filled} of {len(buffer)} bytes, and no more "
+                    f"{self._asked(ask)}, but after {filled} of {len(buffer)} bytes no byte came "
                     f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)

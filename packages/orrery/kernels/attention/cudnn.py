@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN supports q's device, dtype and width. False in deterministic mode."""
+    """Return whether cuDNN supports q. Return False in deterministic mode."""
     return (
         q.is_cuda
         and not torch.are_deterministic_algorithms_enabled()

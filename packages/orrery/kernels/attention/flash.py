@@ -128,7 +128,7 @@ def _documents(layout: Layout) -> dict[str, Any]:
 
 
 class Flash4(AttentionBackend):
-    """FlashAttention 4 on Hopper. Not used in torch's deterministic mode."""
+    """FlashAttention 4 on Hopper. Not used in deterministic mode."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (

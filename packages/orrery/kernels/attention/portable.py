@@ -216,7 +216,7 @@ def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
 
 
 class Batched(AttentionBackend):
-    """Causal self-attention of short documents on a GPU, in float32 or float64."""
+    """Causal self-attention of short documents on a GPU."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention

@@ -1,8 +1,8 @@
 """Compute linear layers and grouped experts in FP8, with float32 sums.
 
 For y = x · wᵀ and dx = dy · w, x and dy are quantized by rows. For dw = dyᵀ · x, they are quantized
-by columns. Backends: DeepGEMM on Hopper, bitwise equal to vLLM, or a slow float32 reference.
-The argument `parts` is the weight quantized in advance. Otherwise each pass quantizes it.
+by columns. The argument `parts` is the weight quantized in advance. Otherwise each pass quantizes
+it.
 """
 
 import importlib

@@ -2,9 +2,7 @@
 
 M rows, K columns, N outputs, E groups. Activations have two copies: `rows` with 1 × 128 blocks, and
 `columns` (stored transposed) with 128 × 1 blocks. Weights have 128 × 128 blocks. No column block
-spans two groups, and padding rows count as zero. `rows` are bitwise equal to vLLM 0.32's
-`per_token_group_fp8_quant`, and weights to its `per_block_cast_to_fp8` with
-VLLM_USE_DEEP_GEMM_E8M0=0.
+spans two groups, and padding rows count as zero.
 """
 
 from itertools import pairwise

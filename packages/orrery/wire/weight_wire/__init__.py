@@ -1,10 +1,4 @@
-"""Send new policy versions from the trainer to the engines.
-
-- A marker file announces each version, with a fingerprint of every tensor.
-- `files`: rank 0 writes whole tensors to files.
-- `adapters`: like `files`, for LoRA adapters with PEFT's names. lora_B includes the scale.
-- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks under a lease.
-"""
+"""Send new policy versions from the trainer to the engines, by the wires listed in the README."""
 
 from importlib.util import find_spec
 from pathlib import Path

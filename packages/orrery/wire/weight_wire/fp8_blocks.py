@@ -2,10 +2,7 @@
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
 - The engine decodes them to bfloat16, and its model quantizes them to FP8 again. This restores
-  values, because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, and half a step of
-  e4m3 is at least 2⁻⁵ of the value.
-- It restores scales (a block's largest magnitude / 448), because 448 · scale rounds to the largest
-  magnitude in bfloat16.
+  values and scales exactly (see the README).
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """Lease a policy version for its transfer over a direct wire. Needs no torch.
 
-A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
-step. A lease delays that step until the lease is released or the version is sent. Both ends repeat
-messages, so lost, late and duplicate messages do no harm.
+A lease delays the next optimizer step until the lease is released or the version is sent. Both ends
+repeat messages, so lost, late and duplicate messages do no harm.
 """
 
 import asyncio

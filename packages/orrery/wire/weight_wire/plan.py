@@ -4,7 +4,6 @@
   dimension of a tensor.
 - Every needed element is sent to its target exactly once.
 - In a round, a rank sends or receives at most one bucket, a buffer of `bucket_bytes`.
-- Every rank computes the same schedule from equal tables.
 """
 
 import math

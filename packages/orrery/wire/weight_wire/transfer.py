@@ -1,8 +1,7 @@
 """Send weight slices directly from trainer ranks to engine ranks.
 
-- Trainer: `publish` announces a version, and a thread sends it on request. `settle` withdraws the
-  version, and must precede the optimizer step.
-- Engine: `receive` yields a version's slices in rounds.
+On the trainer, `publish` announces a version, and a thread sends it on request. `settle` withdraws
+it, and must precede the optimizer step. On an engine, `receive` yields the slices.
 """
 
 import contextlib
