@@ -1,8 +1,8 @@
 """Run one vLLM server: `python -m orrery.inference`.
 
 - In a run, the server is a replica. Further nodes of a replica run `orrery.inference.headless`.
-- In the stage SERVE (`orrery serve`), the server loads the folder to which `weights/serve` links.
-  The run directory has no manifest.
+- The stage SERVE (`orrery serve`) has no manifest. It loads the folder to which `weights/serve`
+  links.
 """
 
 import gc

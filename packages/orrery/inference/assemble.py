@@ -35,11 +35,11 @@ BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
 # The full name, because vLLM on CPU replaces "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-INDEX = "ORRERY_ENGINE"  # environment variable: engine index
+INDEX = "ORRERY_ENGINE"  # environment variable with the engine's index
 ENGINE_READY_S = 600
-HEAD, MEET_S = "engine_head", 0.1  # HEAD: role name of the ranks' meeting point
+HEAD, MEET_S = "engine_head", 0.1  # HEAD: role whose endpoint is the meeting point
 KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
-# LoRA target → projections, without experts, because their LoRA kernels need a GPU.
+# Projections of each LoRA target. Experts are missing, because their kernels need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -120,7 +120,7 @@ def server_arguments(
     if adapter is not None:
         flags += _adapter_arguments(manifest, adapter)
     if not is_cpu:
-        # vLLM only checks that this fraction is free. `kv_cache_bytes` sizes the cache.
+        # vLLM only checks that this fraction of memory is free. `kv_cache_bytes` sizes the cache.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -223,7 +223,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM requires one projection's factors, and zeros the others.
+    # vLLM requires factors of at least one projection, and sets missing factors to 0.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {
         "A": (lora.rank, model.num_heads * model.head_dim),
@@ -234,7 +234,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # because later starts trust an existing folder
+    sync_tree(aside)  # later starts do not check an existing folder
     try:
         aside.rename(folder)
     except OSError:
@@ -254,7 +254,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
         **registry.environment(manifest),
     }
     if manifest.inference.quantization == "fp8":
-        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # with 1, Hopper engines round weights twice
+        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # if 1, engines on Hopper round weights twice
     if manifest.inference.enforce_eager:
         # Otherwise vLLM needs a C++ compiler to rank log-probs.
         variables["TORCHDYNAMO_DISABLE"] = "1"

@@ -50,7 +50,7 @@ def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, An
         "kv_role": "kv_both",
         "kv_load_failure_policy": tiers["kv_load_failure_policy"],
         "engine_id": transfer.pop("engine_id"),
-        "kv_connector_extra_config": {"connectors": [transfer, tiers]},  # in order of preference
+        "kv_connector_extra_config": {"connectors": [transfer, tiers]},  # in vLLM's query order
     }
 
 
@@ -163,8 +163,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}
-    # Room for routes of the device's blocks and of twice the host tier's blocks. The factor is 2
-    # because routes and blocks are evicted in different orders.
+    # Host blocks count twice, because routes and blocks are evicted in different orders.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -249,7 +248,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """A folder with a size limit that evicts least recently used files. Reads may find no file."""
+    """A folder with a size limit that evicts least recently used files. Handle missing files."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
@@ -322,7 +321,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """Routes on disk, one file per KV block. Only one thread may write."""
+    """Routes (chosen experts) on disk, one file per KV block. Only one thread may write."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])

@@ -1,7 +1,8 @@
 """Limit the size of vLLM's disk tier for KV blocks, and make all tiers work on CPU.
 
 vLLM recomputes blocks of missing files. vLLM 0.32 refuses to offload on CPU, so `_stand_in`
-replaces device copies by memory copies. Remove this when vLLM limits the tier and offloads on CPU.
+replaces device copies by memory copies. Remove this module when vLLM limits the tier and supports
+CPU.
 """
 
 import contextlib

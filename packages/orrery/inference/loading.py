@@ -134,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage address. Holding the meta tensor prevents reuse of its address.
+        # By storage address. Each meta tensor is kept, so that its address is not reused.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:

@@ -120,7 +120,7 @@ def _connector_worker() -> Any:
 class RequireToken:
     """ASGI middleware: refuse (401) requests without their path's credential before reading bodies.
 
-    GENERATE needs the credential `generate`, OPEN needs none, and other paths need `administer`.
+    Paths in GENERATE need the credential `generate`, paths in OPEN none, other paths `administer`.
     Without a token, an engine refuses all requests if a launcher started it, and otherwise accepts
     all requests.
     """

@@ -67,11 +67,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
-    transfer: int = 0  # 0 if `path` holds files
+    transfer: int = 0  # number of the direct transfer, or 0 if `path` is a folder of weight files
 
 
 class Consumed(NamedTuple):
-    """A tensor on arrival. `shape` is None if this rank receives only a part."""
+    """A published tensor as it arrived. `shape` is None if this rank receives only a part."""
 
     fingerprint: int
     shape: torch.Size | None
@@ -79,7 +79,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A round's FP8 scales and values, and its copies of decoded (`wide`) and other slices."""
+    """A round: slices of FP8 scales and values, and copies of decoded (`wide`) and other slices."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -110,7 +110,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as error:
             self.failure = str(error) or type(error).__name__
             is_ours = not isinstance(error, TransferFailed)
-            log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
+            log.warning("version %d not loaded: %s", update_info.version, error, exc_info=is_ours)
             if is_ours and update_info.transfer:
                 with contextlib.suppress(WireFailed, RuntimeError):
                     fail_transfer(Path(update_info.path), update_info.transfer)
@@ -308,8 +308,8 @@ class Receiver(Backend):
         if parameter is None or parameter.dtype != consumed.dtype:
             return None
         if isinstance(place.module, VocabParallelEmbedding):
-            parameter = parameter[: consumed.shape[0]]  # further rows are padding
-        is_whole = parameter.shape == consumed.shape  # not a tensor-parallel slice
+            parameter = parameter[: consumed.shape[0]]  # the other rows are padding
+        is_whole = parameter.shape == consumed.shape  # the rank has no tensor-parallel slice
         return parameter.detach() if is_whole else None
 
     def _place(self, name: str) -> Place | None:

@@ -43,7 +43,7 @@ from orrery.wire import rendezvous
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER, request_s
 
 ENGINES_DEADLINE_S = 600.0
-CLIENT_FIRST_S = 60.0  # so that clients time out before the router
+CLIENT_FIRST_S = 60.0  # the router's extra time, so that clients time out first
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -61,7 +61,7 @@ PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
-KEPT_S = 600.0  # longer than callers keep an idle connection
+KEPT_S = 600.0  # longer than callers keep idle connections
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
@@ -72,7 +72,7 @@ log = logging.getLogger("orrery.inference.router")
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Raise OrreryError if the run has no router."""
+    """Return vllm-router's arguments. Raise OrreryError if the run has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
@@ -182,7 +182,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Front:
-    """With an empty token, it accepts all requests."""
+    """The proxy, which checks credentials. With an empty token, it accepts all requests."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
@@ -289,7 +289,7 @@ class _Caller(asyncio.Protocol):
         self._body_bytes, self._expects = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no asyncio.Transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class is another
         self._front.callers.add(self)
 
     def connection_lost(self, _: Exception | None) -> None:

@@ -40,8 +40,8 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 
 WATCH_S = 0.25
-STOP_S = 2.0  # from SIGTERM to SIGKILL
-HANG_UP_S = 0.3  # to send answers after the engine has stopped
+STOP_S = 2.0  # time from SIGTERM to SIGKILL
+HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
 POINTER = "root cause"  # vLLM's error "See root cause above." refers to its log
@@ -55,8 +55,8 @@ CONSEQUENCE = re.compile(  # errors caused by another process's end
     r"|Connection (?:closed|reset) by peer|remote process exit"
 )
 
-RESERVE = 0.06  # fraction of device memory
-CPU_RESERVE = 0.1  # fraction of free host memory
+RESERVE = 0.06  # fraction of device memory for other uses
+CPU_RESERVE = 0.1  # fraction of free host memory for other uses
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GIB, ROUND = 1 << 30, 1 << 20
 
@@ -126,7 +126,7 @@ class Left:
     start: str
     shared: str
     disk: Path | None
-    pid: int  # the server's, because forks must not remove files
+    pid: int  # process id of the server, because forks must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
@@ -165,7 +165,7 @@ async def _serve(
 ) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]
-    os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
+    os.register_at_fork(after_in_child=socket.close)  # otherwise a fork would hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()
     # Building the client blocks the event loop, so the heartbeat starts afterwards.

@@ -26,7 +26,7 @@ from orrery.tasks.task import (
 
 __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall", "kinds", "make"]
 
-EXAMPLES_SEED = 30_000  # differs from all `seeds` in jsonnet/lib/run.libsonnet
+EXAMPLES_SEED = 30_000  # no seed in jsonnet/lib/run.libsonnet equals this
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
@@ -80,7 +80,7 @@ def _sentence(
     invalid: pydantic.ValidationError, args: type[pydantic.BaseModel], values: dict[str, Any]
 ) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt name is unknown, and the right name is missing. Report the unknown name.
+    # A misspelt field causes two errors: unknown and missing. Report the unknown field.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in _without_kinds(error["loc"], values))
     match error["type"]:
@@ -113,7 +113,7 @@ def _without_kinds(loc: Sequence[int | str], given: Any) -> Iterator[int | str]:
 class FewShot:
     """A task that puts solved examples before each problem of an inner task.
 
-    A spare example replaces an example that equals the problem. System prompts become one message.
+    A spare example replaces an example that equals the problem. System prompts are joined.
     """
 
     class Args(Record):

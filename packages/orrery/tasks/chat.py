@@ -72,7 +72,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # all tokens, even tokens without characters
+EVERYTHING = (0, -1)  # slice of all tokens, even those without characters
 Example = tuple[np.ndarray, np.ndarray]
 
 
@@ -253,7 +253,7 @@ class Renderer:
                     mask |= (starts < end) & (ends > begin)
             masks.append(mask)
         trained = np.concatenate(masks)
-        trained[:1] = False  # no context predicts the first token
+        trained[:1] = False  # the model cannot predict the first token
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(
@@ -395,7 +395,7 @@ def _content(token: Any) -> str:
 
 
 def vocab_size(alphabet: str) -> int:
-    """jsonnet/lib/run.libsonnet repeats this formula."""
+    """Return the number of token ids. jsonnet/lib/run.libsonnet repeats this formula."""
     return len(SPECIALS) + len(alphabet)
 
 

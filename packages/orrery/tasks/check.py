@@ -127,7 +127,7 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # These verdicts' answers are not example replies.
+    # With these verdicts, the answer is no example of a reply.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -255,7 +255,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
     return found
 
 
-@cache  # keeps a task's cached problems
+@cache  # a task caches its problems, so build it once
 def _task(use: str) -> Task:
     return make(TaskUse.model_validate_json(use))
 

@@ -41,10 +41,10 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
-SHOWN = 3  # rows in an error message
+SHOWN = 3  # most rows that an error names
 TRIED = 16  # rows that test a user's reward function
 LONG_ANSWER = 4  # minimum words of an answer with a derivation
-KEPT = 8192  # cached problems, more than the rollouts in flight
+KEPT = 8192  # size of a cache, above the number of rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -175,7 +175,7 @@ class Dataset(SingleTurn):
     def _side_of(self, row: dict[str, Any]) -> Split:
         match self.args.held_out:
             case Fraction(fraction=fraction):
-                # Not `written`, because another text would change the hash and so the side.
+                # Use `str`, because the text of `written` has another hash, hence another side.
                 return split_of(filled(self.args.prompt, row, str), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
@@ -383,7 +383,7 @@ class Dataset(SingleTurn):
         return found
 
     def check_against(self, trained: Mapping[str, np.ndarray]) -> None:
-        """Raise OrreryError if a row or prompt is in `trained`, which has other tasks' digests."""
+        """Raise OrreryError if a row or prompt is in `trained` ({task's path: `digests`})."""
         own = self.digests
         for path, digests in trained.items():
             if both := self._kept[np.isin(own, digests).any(axis=1)].tolist():
@@ -414,9 +414,7 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-# Rows are checked in a fork, because SIGALRM ends a fork even in C code.
-
-ROW_S = 10.0
+ROW_S = 10.0  # a fork checks rows, because SIGALRM ends a fork even in C code
 
 
 class RowFailed(Exception):

@@ -43,7 +43,7 @@ from orrery.tasks.task import JudgeBroken
 
 log = logging.getLogger(__name__)
 
-KINDS = {  # module:function that makes a scorer
+KINDS = {  # kind: function that makes its scorer
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
@@ -52,14 +52,14 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256
 NOTE = b"note "
-KEPT_SCORERS = 64  # answers to one problem arrive together
+KEPT_SCORERS = 64  # size of a cache, because answers to one problem arrive together
 MAX_SENTENCE = 500
 NUM_SCORERS = 8
-START_S = 120.0  # imports are slow
+START_S = 120.0  # limit for a process to start, with slow imports
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE
 HASH_SEED = "0"
-SLACK_S = 5.0  # time to reply after `limit_s`
-CANARY_EVERY = 500  # answers between checks with known answers
+SLACK_S = 5.0  # extra time for a process to reply after `limit_s`
+CANARY_EVERY = 500  # number of scored answers between two canaries
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
 EXACT = {"kind": "exact", "ignore_case": False, "pattern": None}
@@ -85,7 +85,7 @@ class ScorerPool:
                 del self._scores[next(iter(self._scores))]
         if scoring.done():
             return scoring.result()
-        # Equal calls share a task, so cancelling a call must not cancel the task.
+        # Equal calls wait for one asyncio task, so cancelling a call must not cancel it.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -126,7 +126,7 @@ class ScorerPool:
             return await scorer.score(request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """If due, score a right and a wrong answer. Raise JudgeBroken for a wrong score."""
+        """If due, score a right and a wrong known answer. Raise JudgeBroken for a wrong score."""
         if scorer.num_until_canary == 0:
             request, right, wrong = _canary(scorer.kind)
             for text, known in ((right, 1.0), (wrong, 0.0)):
@@ -220,7 +220,7 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # A thread waits, because freeing memory may take half a second.
+        # A thread waits for the process's end, because freeing its memory may take 0.5 s.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
@@ -229,7 +229,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
-    # numpy's threads use up the address space.
+    # Each numpy thread takes part of the limited address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -1,4 +1,4 @@
-"""Pose tasks with random text: reverse text or words, calculate, sample given lengths.
+"""Define tasks with random text: reverse text or words, calculate, sample given lengths.
 
 Reward of a reversal: correctly placed characters or words, divided by max(len(reply),
 len(answer)).

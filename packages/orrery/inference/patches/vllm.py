@@ -432,7 +432,7 @@ def nixl_that_waits() -> None:
     original = nixl_utils._load_nixl_attr
 
     def load(name: str) -> Any:
-        value = original(name)  # None without NIXL
+        value = original(name)  # None if NIXL is missing
         if value is not None:
             wait_for_progress()
         return value

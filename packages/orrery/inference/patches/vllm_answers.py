@@ -82,7 +82,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # Still effective, because vLLM sends the parameters when the first result is awaited.
+        # This has effect, because vLLM sends the parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -90,7 +90,7 @@ def stream_samples() -> None:
                 for output in result.outputs:
                     self._raise_if_error(output.finish_reason, request_id)
                     yield written(result, request_id, [output], *rest[:1]) + b"\n"
-        except Exception as error:  # status 200 was sent, so send the error as a line
+        except Exception as error:  # status 200 is already sent, so the error is a line
             yield msgspec.json.encode({"error": {"message": str(error)}}) + b"\n"
         finally:
             streamed.discard(request_id)
@@ -234,7 +234,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # a view would keep the whole step's array
+                    # a view would keep the step's whole array in memory
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
@@ -274,7 +274,7 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate log-probs [positions, columns] of steps, cut to the fewest columns."""
+    """Concatenate steps' log-probs [positions, columns], cut to the narrowest step's columns."""
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
         (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)

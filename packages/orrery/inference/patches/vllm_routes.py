@@ -21,7 +21,7 @@ from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import CHOICE_TOKENS, KEPT
 
 CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
-CHANGES = "routes that came and went"  # key among request ids, which have no spaces
+CHANGES = "routes that came and went"  # never a request id, because it has spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
 
@@ -213,7 +213,7 @@ def _known_routes(store: type) -> type:
 
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
-                if self._has(each.key):  # overwrite routes from older weights
+                if self._has(each.key):  # replace routes that older weights chose
                     begin = self._lru[each.key] * self.object_nbytes
                     self._arena[begin : begin + self.object_nbytes] = each.payload
             if self._disk is not None:
