@@ -39,15 +39,15 @@ MAX_BYTES = 1 << 28
 SLICE = 1 << 17  # bytes per acquisition of the TLS lock
 SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
 FLUSH_S = 5.0  # maximum time to send queued frames after `close`
-HANDSHAKE_S = 10.0  # per socket call
+HANDSHAKE_S = 10.0  # timeout of each socket call in a handshake
 MAX_STRANGERS = 32  # maximum unfinished handshakes
 RETRY_S = 0.2
-UNSENT = 1 << 17  # maximum unsent bytes, so that faster connections send more frames
-CONGESTION = b"bbr"  # keeps its rate under random loss
+UNSENT = 1 << 17  # most unsent bytes of a socket, so that faster connections send more frames
+CONGESTION = b"bbr"  # TCP's congestion control, fast under random loss
 WINDOW = 8 << 20  # send buffer in bytes, for 0.4 Gb/s at 100 ms round trip
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # a relay's wait for a pair's second site
+WAIT_S = 60.0  # a relay waits this long for a pair's second site
 
 
 class BadFrame(Exception):
@@ -311,7 +311,7 @@ class Strangers:
 
 
 class Handshakes:
-    """`arrived(tls, hello)` must answer `hello` of accepted connections."""
+    """Make TLS connections. `arrived(tls, hello)` must answer accepted connections' `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]

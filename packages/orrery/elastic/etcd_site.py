@@ -239,10 +239,10 @@ class EtcdSite:
         return False
 
     def _remove_dead(self, members: Mapping[str, tuple[str, bool]], voters: Set[str]) -> None:
-        """Remove coordinators without a live site.
+        """Remove coordinators without a live site, so that etcd can then remove this site's own.
 
-        Otherwise, etcd keeps the own one, for its majority. It also keeps running coordinators of
-        other sites that leave.
+        etcd refuses removals that leave too few running coordinators for a majority, hence also of
+        running coordinators of other sites that leave.
         """
         for name in sorted(voters - self._live()):
             with suppress(ElasticError, EtcdRefused):

@@ -24,7 +24,7 @@ from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
 PIECE = 1 << 17  # values per frame
-TIMEOUT_S = 600.0  # wait per frame
+TIMEOUT_S = 600.0  # maximum wait for a frame
 
 
 @dataclass(frozen=True)

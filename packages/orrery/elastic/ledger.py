@@ -41,7 +41,7 @@ class StateLacking(ElasticError):
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # False if it joined with an old state
+    has_weight: bool  # False if the site joined with an old state
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # weight by id of arrived sites
+    tokens: dict[str, int] = {}  # weight by id, of sites that arrived
     weights: tuple[int, ...] = ()  # weight by rank, while exchanging
     digests: dict[str, str] = {}  # state digest by member id
     broken: dict[str, tuple[str, ...]] = {}  # by member id: the peers that it reports as lost

@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 60.0  # limit to make all connections
 PING_S = 2.0
-SILENCE_S = 15.0  # until a peer counts as lost
+SILENCE_S = 15.0  # silence after which a peer counts as lost
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause before a probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused connections until a peer counts as dead
+MAX_REFUSALS = 10  # refused connections after which a peer counts as dead
 NOTHING = np.empty(0, np.uint8)
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26

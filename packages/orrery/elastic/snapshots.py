@@ -31,9 +31,9 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # for a whole HTTP response
+ANSWER_S = 300.0  # time limit of a whole HTTP response
 POLL_S = 0.2
-LANES = 2  # connections per peer, to receive and hash at once
+LANES = 2  # connections per peer: one receives while the other hashes
 MAX_HEADER_BYTES = 64 << 20
 # a deeply nested header raises RecursionError
 BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)

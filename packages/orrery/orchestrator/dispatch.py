@@ -26,7 +26,7 @@ TIMEOUT = "timeout"
 PROOF_S = 30.0
 BACKOFF = 0.05
 LEAST = 1e-9
-# A poll multiplies the excess of `share` over its measurement by e^(−DECAY · ended / in flight).
+# At a poll, `share` − measured share shrinks by the factor e^(−DECAY · ended / in flight).
 DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
@@ -34,7 +34,7 @@ PIECE_S = 5.0
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for `size` rollouts of one problem. `group_id` counts a purpose's groups from 0."""
+    """A request for `size` rollouts of one problem. Each purpose counts `group_id` from 0."""
 
     purpose: Purpose
     group_id: int
@@ -49,7 +49,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one rollout. `version`: policy version at its group's start, and cache salt."""
+    """A request for one rollout. `version`: policy version at the group's start, and cache salt."""
 
     group: GroupRequest
     member: int
@@ -405,7 +405,7 @@ async def poll_engines(
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
     except OrreryError as error:
-        ctx.log.warning("no numbers from the engines: %s", error)
+        ctx.log.warning("no metrics from the engines: %s", error)
         return {}
     due = pace is None or pace.due(time.monotonic())
     for index, load in loads.items() if due else ():

@@ -224,7 +224,7 @@ class Loop:
                 self.changed.notify_all()  # `train` may now take batches
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # each pass reads files
+            await asyncio.sleep(POLL_S)  # pause, because each pass reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler

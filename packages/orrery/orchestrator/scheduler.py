@@ -33,7 +33,7 @@ class _Active:
     start_s: float
     num_missing: int
     rollouts: list[Rollout] = field(default_factory=list)
-    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # number by task and reason
+    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # count by task and reason
     zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task
     details: dict[int, str] = field(default_factory=dict)
 
@@ -181,7 +181,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # in the engines
+    version: int = NO_VERSION  # version that the engines hold
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -265,7 +265,7 @@ class Scheduler:
             first_problem=first_problem,
         )
         self._open_train_rollouts = 0
-        self._refused: set[int] = set()  # engines
+        self._refused: set[int] = set()  # engines of refused sites
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1
@@ -398,7 +398,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """A resumed run repeats unfinished groups and evaluations."""
+        """Return the state to store. A resumed run repeats unfinished groups and evaluations."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

@@ -24,7 +24,7 @@ from orrery.orchestrator.engines.messages import EngineGone, Generation, Generat
 from orrery.orchestrator.engines.requests import Address, Chosen, EngineChoice, TokenIds
 from orrery.runtime.timing import scaled
 
-# Salt suffixes in `_decode_of`, for blocks that an engine holds and blocks that it computed.
+# Salt suffixes in `_decode_of`, for all blocks that an engine holds, and blocks that it computed.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0

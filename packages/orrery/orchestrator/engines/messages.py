@@ -30,7 +30,7 @@ from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESS
 from orrery.wire.routed_experts import Routes, split
 from orrery.wire.sockets import NOT_OF_THE_PROTOCOL
 
-START_VERSION = -1  # before the first update; engines call it "default"
+START_VERSION = -1  # version before the first update, "default" in engines
 UNKNOWN_ENGINE = -1
 
 
@@ -72,7 +72,7 @@ class Generation:
     versions: np.ndarray  # i32 [n], policy versions (START_VERSION: no update yet)
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int
-    routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
+    routes: tuple[Routes, ...] = ()  # routed experts of every token but the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
     engine: int = UNKNOWN_ENGINE
     sample: int = 0  # index among the request's samples

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit of other engines' transfers after an interruption
+# Time limit for the other engines' transfers after one transfer was interrupted.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -399,8 +399,8 @@ class EnginePool:
                         del limits[index]  # an exited timeout cannot be rescheduled
             except TimeoutError as error:
                 raise EngineGone(
-                    f"engine {index} hung in a transfer {scaled(ALONG_S):g} s after the transfer's "
-                    "end elsewhere"
+                    f"engine {index} was still in a weight transfer {scaled(ALONG_S):g} s after "
+                    "another engine's part of it had failed"
                 ) from error
             except UpdateFailed as error:
                 if isinstance(error, UpdateInterrupted):

@@ -1,6 +1,6 @@
-"""Serve sites that lend engines: an HTTPS server ("door"), weight snapshots and a verifier.
+"""Serve sites that lend engines: an HTTPS server, weight snapshots and a verifier.
 
-The door listens on port P of `site.json`. The snapshot server listens on port P + 1. A site needs
+The HTTPS server listens on port P of `site.json`, the snapshot server on port P + 1. A site needs
 a TLS certificate with its name from the run's certificate authority.
 """
 
@@ -252,7 +252,7 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # until sites know of the run's end
+            await asyncio.sleep(2 * POLL_S)  # time for sites to learn of the run's end
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:

@@ -13,7 +13,7 @@ from orrery.manifest.errors import OrreryError
 MAX_ANSWERS = 32
 MAX_REASON = 300
 POLL_S = 1.0  # longest wait of an `Ask`
-LEAST_LOGPROB = -50.0  # minimum accepted, a probability of 2e-22
+LEAST_LOGPROB = -50.0  # least log-prob accepted, a probability of 2e-22
 
 
 class GuestRefused(OrreryError):

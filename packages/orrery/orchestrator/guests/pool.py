@@ -1,7 +1,7 @@
 """Draw samples on engines of other sites (clusters), and check a random share of the answers.
 
-- Log-prob differences of the run's own samples set bounds for other sites. Before, other sites get
-  no jobs.
+- Log-prob differences of the run's own samples set bounds for other sites. Until these bounds are
+  known, other sites get no jobs.
 - No answer is used before the check.
 - If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
 - After a false answer, the site's queued rollouts are dropped. The site is refused until its line
@@ -52,7 +52,7 @@ from orrery.wire.weight_wire import Published
 
 LEAST = 8  # minimum jobs given to a site, if enough wait
 TAKE_S = 2.0  # after this wait, the run's own engines take a job
-MAX_OWN_CHECKS = 2  # concurrent checks of own samples, NUM_HONEST until `spread.is_known`
+MAX_OWN_CHECKS = 2  # most concurrent checks of own samples; NUM_HONEST until `spread.is_known`
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 

@@ -30,10 +30,10 @@ CHANCE = random.SystemRandom()  # so that sites cannot predict checks
 NUM_HONEST = 16  # own rollouts needed to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound of `peak`, as a multiple of `mean`'s
+PEAK = 10.0  # minimum bound of `peak`, in multiples of the bound of `mean`
 NUM_ROLLOUTS = 64  # rollouts judged together
 MAX_DEVIATIONS = 6.0
-LARGEST = 10.0  # nats
+LARGEST = 10.0  # maximum |x| counted in `clipped`, in nats
 FALSE_ALARM = 1e-9  # probability that `clipped` refuses an honest site
 
 
@@ -44,7 +44,7 @@ class RolloutScore:
     - `mean`, `peak`: mean and largest absolute difference.
     - `surprise`, `square`, `variance`: sums over tokens of x = log p + entropy, x², and log p's
       variance.
-    - `clipped`: as `square`, with at most LARGEST² a token.
+    - `clipped`: `square` with x² limited to LARGEST² per token.
     """
 
     mean: float
@@ -137,11 +137,11 @@ class GuestJob:
     job: SampleJob
     prompt: np.ndarray
     result: "asyncio.Future[Generation | None]"
-    version: int = START_VERSION  # of the site's weights when it took the job
+    version: int = START_VERSION  # version of the site's weights when it took the job
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
-        """Let the run's engines draw the sample. Its length must be no reason for this (bias)."""
+        """Let the run's engines draw the sample. To avoid bias, its length must not matter."""
         if not self.result.done():
             self.result.set_result(None)
 
