@@ -36,11 +36,11 @@ Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane)
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # bytes per acquisition of the TLS lock
+SLICE = 1 << 17  # bytes per lock acquisition
 SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
-FLUSH_S = 5.0  # maximum time to send queued frames after `close`
+FLUSH_S = 5.0  # time for queued frames after `close`
 HANDSHAKE_S = 10.0  # timeout of each socket call in a handshake
-MAX_STRANGERS = 32  # maximum unfinished handshakes
+MAX_STRANGERS = 32  # unfinished handshakes
 RETRY_S = 0.2
 UNSENT = 1 << 17  # most unsent bytes of a socket, so that faster connections send more frames
 CONGESTION = b"bbr"  # TCP's congestion control, fast under random loss
@@ -71,7 +71,7 @@ class Kind(IntEnum):
     HELLO = 0
     DATA = 1
     PING = 2
-    BROKEN = 3  # the round failed. `piece`: failed rank. Payload: reason.
+    BROKEN = 3  # the round failed; `piece`: failed rank, payload: reason
     READY = 4  # the sender has begun the round
     RELAY = 5  # first frame to a relay. `piece`: rank to reach.
     PROBE = 6  # speed measurement. `hop` is 1 in the last frame.
@@ -434,7 +434,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        # Raise here if the peer is gone, because `wrap_socket` would leak the socket.
+        # Raises if the peer is gone, before `wrap_socket` leaks the socket.
         sock.getpeername()
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:

@@ -33,11 +33,11 @@ NOT_FOUND = 5
 FINAL = (3, NOT_FOUND, 6, 9, 11)  # gRPC codes that are not retried
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 RELEASE_S = 2.0
-ELECTION_S = 4.0  # longest leader election with one split vote
+ELECTION_S = 4.0  # longest time of a leader election with one split vote
 EXPIRY_S = 2.0  # longest time from a lease's end to the next round
 RETRY_WATCH_S = 0.5
 RUNS = "orrery/"  # prefix of all runs' keys
-# Reasons of TLS errors if one side does not trust the other's authority
+# TLS errors if one side does not trust the other's authority.
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "ALERT_UNKNOWN_CA", "ALERT_BAD_CERTIFICATE")
 log = logging.getLogger("orrery.elastic.etcd_log")
 
@@ -79,8 +79,8 @@ class EtcdClient:
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
         """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
 
-        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`). Before the
-        first answer of all, also raise it at once for an unknown host or authority.
+        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`). Until one
+        has answered, also raise it at once for an unknown host or authority.
         """
         within_s = self._store_s if within_s is None else within_s
         begin_s, reason, is_told = time.monotonic(), "", False
@@ -326,7 +326,7 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # Renew twice per heartbeat, because a lease may last only two heartbeats.
+        # Renew the lease twice per heartbeat, because it may last only two heartbeats.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

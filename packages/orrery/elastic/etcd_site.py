@@ -1,8 +1,8 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - Sites with a listener become coordinators one at a time, up to an odd number of at most
-  `coordinators`. A coordinator whose site has no lease for REMOVE_S is replaced. A site that leaves
-  removes it at once if etcd needs that.
+  `coordinators`. A coordinator whose site has no lease for REMOVE_S is replaced. A leaving site
+  removes it sooner if etcd would otherwise keep the leaving coordinator.
 - All sites compute the same changes from etcd's data, so they need no leader.
 """
 
@@ -30,7 +30,7 @@ from orrery.runtime.timing import HAND_OVER_S
 REMOVE_S = 30.0
 STOP_S = 5.0
 ELECTION_MS = round(ELECTION_S * 250)  # election timeout. A vote takes 1 to 2 timeouts.
-LOCAL = ".tools/etcd/usr/bin/etcd"  # in the checkout, from `locks/system.sh elastic`
+LOCAL = ".tools/etcd/usr/bin/etcd"  # where `locks/system.sh elastic` installs etcd in the checkout
 
 
 class Change(NamedTuple):
@@ -61,7 +61,7 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
 def etcd_program() -> str:
     folders = [Path(__file__).parents[3]]
     with suppress(OrreryError):  # a container has no checkout
-        folders.append(find_workspace().root)  # this module may be a run's copy
+        folders.append(find_workspace().root)  # `__file__` may be a run's copy
     programs = ("etcd", *(str(folder / LOCAL) for folder in folders))
     found = next(filter(None, map(shutil.which, programs)), None)
     if found is None:
@@ -188,7 +188,7 @@ class EtcdSite:
         self._snapshots = snapshots
         self.membership = LogMembership(self.log, pace)
         self.server = EtcdServer(name, folder, certificates, run) if name else None
-        self.links: PeerLinks | None = None  # a round of these links breaks if a lease ends
+        self.links: PeerLinks | None = None  # if a lease ends, `_run` breaks their round
         self._missing_since_s: dict[str, float] = {}
         self._stop = threading.Event()
         self._steward = threading.Thread(target=self._run, name="coordinators", daemon=True)
@@ -268,7 +268,7 @@ class EtcdSite:
             self._ready.set()
         while not self._stop.wait(self._heartbeat_s):
             with suppress(ElasticError, EtcdRefused, OSError):
-                self._step()  # first, because it may start the server
+                self._step()  # may start the server
             with suppress(ElasticError, EtcdRefused, OSError):
                 if self.links is not None and (current := self.links.current) is not None:
                     self.links.keep_leased(self.log.live(self._heartbeat_s), current)

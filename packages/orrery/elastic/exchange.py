@@ -1,6 +1,6 @@
 """Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
-- `ring`: the sum of each of W chunks travels W − 1 hops. Each site decodes it, adds its own values
+- `ring`: a sum for each of W chunks travels W − 1 hops. Each site decodes it, adds its own values
   in float32 and encodes it again. The total then travels W − 1 hops unchanged.
 - `all_to_all`: each rank adds all values of one chunk, and sends the sum to all.
 - A site with wᵢ = 0 forwards frames but adds no values.
@@ -82,7 +82,7 @@ def exchange(
     share = np.float32(outer_round.weights[rank] / total)
     is_heavy = [weight > 0 for weight in outer_round.weights]
     if error_feedback is not None and not is_heavy[rank]:
-        error_feedback.pending[:] = error_feedback.lost  # for values not encoded by this site
+        error_feedback.pending[:] = error_feedback.lost  # this site does not encode all values
     site = _Site(delta, share, is_heavy, rank, ring, links, codec, error_feedback, timeout_s)
     lanes = [
         TOPOLOGIES[topology](site, lane, {n: p for n, p in enumerate(pieces) if p.lane == lane})
@@ -206,7 +206,7 @@ class _Lane(ABC):
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
-            out[:] = 0  # 0 · NaN would be NaN
+            out[:] = 0  # because 0 · NaN is NaN
             return out
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 

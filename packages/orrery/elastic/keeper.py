@@ -1,6 +1,6 @@
 """Publish and serve snapshots of the training state in the keeper process.
 
-- The trainer copies its state into shared memory, then writes a line to the keeper's stdin.
+- The trainer writes a line to the keeper's stdin after each copy of its state.
 - The keeper ends `linger_s` after the trainer, when another keeper starts on its folder, or when
   the folder is removed.
 - Its first line on stdout says why it cannot serve, or is empty.
@@ -43,7 +43,7 @@ from orrery.runtime.timing import scaled
 POLL_S = 0.2
 RETRY_S = 5.0
 HANDSHAKE_S = 5.0
-MAX_STRANGERS = 64  # maximum unfinished TLS handshakes
+MAX_STRANGERS = 64  # unfinished TLS handshakes
 READY_S = 60.0  # maximum wait for the keeper's start, without `bind_s`
 NICE = 10  # peers' requests must not slow the trainer
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
@@ -65,7 +65,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # A rewind publishes rounds again, so compare modification times too.
+            # Compare modification times, because a rewind publishes rounds again.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -84,7 +84,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                # Raise here if the peer is gone, because `wrap_socket` would leak the socket.
+                # Raises if the peer is gone, before `wrap_socket` leaks the socket.
                 request.getpeername()
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
@@ -114,7 +114,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body or b"")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Disable logging."""
+        """Log no requests."""
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
-    bind_s: float = 60.0  # maximum wait until a previous keeper (perhaps hashing) frees the port
+    bind_s: float = 60.0  # wait until a previous keeper (perhaps hashing) frees the port
 
 
 class SnapshotKeeper:

@@ -1,7 +1,7 @@
 """Define the ledger, the shared state of a run's epochs and rounds, as pure functions.
 
 - Each function returns the next ledger, is idempotent and reads no clock.
-- `live`: ids of sites with a lease.
+- `live`: ids of the sites with a lease.
 - A round waits for sites. They exchange, then report the state's digest or lost peers.
 - An epoch ends when members or network paths change, or a round restarts.
 """
@@ -61,7 +61,7 @@ class Ledger(msgspec.Struct, frozen=True):
     tokens: dict[str, int] = {}  # weight by id, of sites that arrived
     weights: tuple[int, ...] = ()  # weight by rank, while exchanging
     digests: dict[str, str] = {}  # state digest by member id
-    broken: dict[str, tuple[str, ...]] = {}  # by member id: the peers that it reports as lost
+    broken: dict[str, tuple[str, ...]] = {}  # peers that a member reports as lost, by its id
     strikes: tuple[tuple[str, str], ...] = ()  # pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # Mb/s by site id and peer id
     speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b

@@ -1,6 +1,6 @@
 """Connect a process to the process of the same rank at every other site, over mutual TLS.
 
-- A frame of another run or epoch (set of sites), or data of another round, closes its connection.
+- A frame of another run or epoch, or data of another round, closes its connection.
 - A lost or silent connection ends the round. The first site that notices tells all others.
 - Between rounds, a site's process 0 measures the speed to each new peer once.
 """
@@ -44,7 +44,7 @@ PROBE_S = 0.5
 PROBE_BYTES = 1 << 26
 FRAME = np.zeros(1 << 16, np.uint8)
 ANSWER_S = 5.0
-FASTEST = 4000  # maximum reported Mb/s, because CPUs limit higher speeds
+FASTEST = 4000  # cap of measured Mb/s, because CPUs limit higher speeds
 
 
 class LinkPhase(Enum):
@@ -292,7 +292,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A failed site itself tells all sites.
+                    # A failed site itself tells all sites, so do not repeat its report.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)

@@ -1,7 +1,4 @@
-"""Take part in a run's epochs and rounds through a replicated log.
-
-The log stores the sites' leases and the ledger (shared state).
-"""
+"""Take part in a run's epochs and rounds through a replicated log of leases and the ledger."""
 
 import logging
 import sys

@@ -2,7 +2,7 @@
 
 - A snapshot `round_N` has a file per part of the state, and `snapshot.json` with each block's
   sha256. A rename publishes it, so readers see it whole or not at all.
-- The trainer only copies its state to `round_N.copied`. The keeper hashes and publishes it.
+- The trainer writes only `round_N.copied`. The keeper hashes and publishes it.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Run one vLLM server: `python -m orrery.inference`.
 
-- In a run, the server is a replica. Further nodes of a replica run `orrery.inference.headless`.
+- In a run, the server is a replica.
 - The stage SERVE (`orrery serve`) has no manifest. It loads the folder to which `weights/serve`
   links.
 """

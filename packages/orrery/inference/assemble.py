@@ -38,7 +38,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 INDEX = "ORRERY_ENGINE"  # environment variable with the engine's index
 ENGINE_READY_S = 600
 HEAD, MEET_S = "engine_head", 0.1  # HEAD: role whose endpoint is the meeting point
-KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
+KEEP_ALIVE_S = 600  # clients close idle connections earlier
 # Projections of each LoRA target. Experts are missing, because their kernels need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),

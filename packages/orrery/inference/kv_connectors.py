@@ -1,7 +1,7 @@
 """Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
 - The first `prefill_replicas` engines prefill, and the others read their KV blocks. Prefill engines
-  keep a block for a lease that outlasts all requests. Otherwise NIXL could send a reused block.
+  keep a block for a lease longer than any request, or NIXL could send a reused block.
 - An attempt removes earlier attempts' files, because their block hashes recur with other weights.
 """
 
@@ -32,7 +32,7 @@ from orrery.wire.rendezvous import request_s
 
 LEASE_MARGIN_S = 300.0
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
-HASH_SEED = "0"  # equal block hashes in all engines and after restarts
+HASH_SEED = "0"  # gives equal block hashes in all engines and after restarts
 STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"
 
@@ -61,7 +61,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # new per start, because a restart loses blocks
+        "engine_id": f"{index}-{uuid.uuid4()}",  # a new id, because a restart loses blocks
     }
     if transfer.kind == "nixl":
         return config | {
@@ -253,7 +253,7 @@ class BoundedFolder:
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, least recently used first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, oldest use first
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))

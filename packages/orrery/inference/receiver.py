@@ -1,8 +1,8 @@
 """Load a published weight version into the running model, and fingerprint its tensors.
 
 - A version comes in files (whole tensors or LoRA factors) or by direct transfer (slices).
-- A fingerprint (64-bit hash) covers the tensor in the model ("resident"). If the engine repacks or
-  slices a tensor, the fingerprint covers the tensor on arrival ("as_consumed").
+- A fingerprint is a 64-bit hash of the tensor in the model ("resident") or, if the engine repacks
+  or slices it, of the tensor on arrival ("as_consumed").
 - Workers never raise, because vLLM 0.32 would mix up the workers' results. If one worker fails,
   all discard the update.
 """

@@ -61,7 +61,7 @@ PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
-KEPT_S = 600.0  # longer than callers keep idle connections
+KEPT_S = 600.0  # callers close idle connections earlier
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
@@ -76,7 +76,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Above `most` requests, the router answers 429. The factor 2 lets old and new requests overlap.
+    # Above `most` requests, the router answers 429. Old and new requests may overlap, hence 2.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,

@@ -96,7 +96,7 @@ def serve(
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # A short TMPDIR, because vLLM's sockets there have paths of at most 107 bytes.
+    # TMPDIR must be short, because paths of vLLM's sockets have at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
 
     def death() -> str | None:

@@ -1,7 +1,6 @@
 """Start the rollouts of groups (each of one problem), and limit the rollouts in flight.
 
 - The next group comes from the task furthest below its share of all groups.
-- A `Request` (one rollout) leaves `Dispatch` once: finished, failed or in a `GroupDropped`.
 - Evaluation starts first, then started groups (their prompt is cached), then new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
 """
@@ -132,8 +131,8 @@ class AdaptiveLimit:
     ) -> None:
         """Update `share` and `limit`.
 
-        `num_ended`: rollouts ended since the last poll. `was_full`: all permits were taken at some
-        time since that poll.
+        `num_ended`: rollouts ended since the last poll. `was_full`: at some time since then, all
+        permits were taken.
         """
         preempted = self._newly_preempted(loads)
         if not loads:

@@ -4,7 +4,7 @@
 - A rollout that reaches a length limit is `truncated`, but still judged.
 - `RolloutFailed`: engine, task or judge failed. `JudgeBroken` ends the run.
 - `RolloutRunner` calls `on_ended` once per request, except for cancelled requests. Its `check`
-  raises unexpected exceptions of rollouts, which end the run.
+  raises unexpected exceptions of rollouts, to end the run.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k]
-    engine: int = UNKNOWN_ENGINE  # index of the engine, if one engine sampled all turns
+    engine: int = UNKNOWN_ENGINE  # index of the engine, if one sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
@@ -408,7 +408,7 @@ class RolloutRunner:
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # otherwise asyncio logs the exception as never retrieved
+            opening.exception()  # otherwise asyncio logs an unretrieved exception
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)

@@ -3,7 +3,7 @@
 - A group (rollouts of one problem) starts only if an open batch has room for it.
 - An open batch accepts tokens of the engines' policy version, and is at most `max_batches_ahead` +
   1 batches after the newest batch that the trainer has requested.
-- No rollout starts during a weight update. No update starts during an evaluation.
+- No rollout starts during a weight update, and no update during an evaluation.
 - `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
 
@@ -272,7 +272,7 @@ class Scheduler:
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
-            # Drop other sites' rollouts. Sites get new numbers, and may have been refused since.
+            # Drop other sites' rollouts, because sites get new numbers and may have been refused.
             num_own = manifest.inference.num_replicas
             self.buffer.drop_engines(lambda each: each >= num_own, "site_of_past_attempt")
 

@@ -1,8 +1,8 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
 - A task must create its first problems within a limit of CPU time.
-- Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context
-  length, if the tokenizer's files are present.
+- If the tokenizer's files are present, problems and tool replies must fit its alphabet, the
+  vocabulary and the context length.
 - All rows of a task's file are checked.
 - Evaluation tasks must differ from training and SFT tasks in kind, args or seed. A row or prompt
   must not be both trained and evaluated.
@@ -34,7 +34,7 @@ from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
-BYTES_PER_S = 1_000_000  # a tenth of the slowest file format's read speed
+BYTES_PER_S = 1_000_000  # a tenth of the slowest format's read speed
 NUM_MEASURED = 256
 NOTE = "  note: "
 

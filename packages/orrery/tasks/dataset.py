@@ -44,7 +44,7 @@ FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # most rows that an error names
 TRIED = 16  # rows that test a user's reward function
 LONG_ANSWER = 4  # minimum words of an answer with a derivation
-KEPT = 8192  # size of a cache, above the number of rollouts in flight
+KEPT = 8192  # cache size, above the rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:

@@ -2,9 +2,9 @@
 
 - `python -m orrery.tasks.scorer_pool KIND` is a scorer process. It reads a line `[number, request,
   text, limit_s]` per answer. It writes an empty line when ready, then `[number, score, note]` per
-  answer. The score is null if the scorer fails, or a message if the request is invalid. The note is
-  null or the exception of a user's reward function.
-- Scorers that may execute the answer run in a fork without secrets, capabilities or writable files.
+  answer. The score is null if the scorer fails, or a message if the request is invalid. The note
+  is null or the exception of a user's reward function.
+- An answer that may be executed gets a fork without secrets, capabilities or writable files.
 - All processes share one PYTHONHASHSEED, because some reasoning-gym families order words by hash.
 - A failed process is replaced. Scoring its answer raises OrreryError and never gives 0.
 """
@@ -112,7 +112,7 @@ class ScorerPool:
                 raise OrreryError(
                     f"the process that scores answers {how}. The next answer gets a new process"
                 ) from error
-            except BaseException:  # otherwise the next request would receive this score
+            except BaseException:  # the next request would receive this score
                 scorer.end()
                 raise
             self._idle[kind].append(scorer)

@@ -1,7 +1,7 @@
 """Define the task protocol, and split problems into a training and a held-out side.
 
 - A problem is a pure function of (args, seed, index), with JSON values.
-- An exception in `reply` or `judge` fails the rollout. A judge must accept any text.
+- An exception in `reply` or `judge` fails the rollout. Judges must accept any text.
 - `reply` and `judge` run on the orchestrator's event loop. Await another process
   (`scorer_pool.py`) for slow work and code written by a model.
 """

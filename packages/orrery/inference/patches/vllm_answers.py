@@ -2,8 +2,8 @@
 
 - `write_answers`: /inference/v1/generate writes JSON without a slow pydantic object per token.
 - `stream_samples`: a streamed answer has one JSON line per finished sample.
-- `hold_outputs`: the engine core sends tokens in chunks. Before a pause or weight update, it sends
-  all held tokens, so that their versions are exact.
+- `hold_outputs`: the engine core sends tokens in chunks, and sends all before a pause or weight
+  update, so that their versions are exact.
 """
 
 import asyncio

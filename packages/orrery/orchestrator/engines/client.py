@@ -282,7 +282,6 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks kept for transfer."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:

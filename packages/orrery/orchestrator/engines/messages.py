@@ -210,10 +210,7 @@ def parse_generation(
 
 
 def parse_prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> np.ndarray:
-    """Return the log-prob of each token after the first, f32 [n − 1].
-
-    Raise ValueError, KeyError or msgspec.MsgspecError if a log-prob is missing.
-    """
+    """Raise ValueError, KeyError or msgspec.MsgspecError if a log-prob is missing."""
     rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
     pairs = zip(rows[1:], token_ids[1:], strict=True)
     return np.array([(row or {})[str(token)].logprob for row, token in pairs], np.float32)
@@ -267,7 +264,7 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# This host lacks file descriptors, memory or ports. A retry is safe, because no byte was sent.
+# This host lacks file descriptors, memory or ports. Retry, because no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 

@@ -2,7 +2,7 @@
 
 - No engine stays paused to wait for a slow or lost engine.
 - With restarts, a failed engine is fenced: it gets no requests until its next process (incarnation)
-  is up to date. While no engine serves, requests and updates wait.
+  has the wanted version. While no engine serves, requests and updates wait.
 - The run ends if weights are wrong, if a lost engine does not return, or if all engines refuse a
   version.
 """
@@ -309,10 +309,9 @@ class EnginePool:
     async def update(
         self, published: "Published", on_resumed: Callable[[], None] = lambda: None
     ) -> UpdateReport | None:
-        """Return the slowest engine's report.
+        """Return the slowest engine's report, or None if the trainer no longer keeps this version.
 
-        Return None if the trainer no longer keeps this version. Call `on_resumed` when all engines
-        have resumed, before they answer the canary.
+        Call `on_resumed` when all engines have resumed, before they answer the canary.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -410,7 +409,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # The error may not say that a worker has died.
+                # Ask the engine, because the error may not say that a worker has died.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:

@@ -1,8 +1,4 @@
-"""Recover lost engines that the launcher restarts.
-
-The launcher kills a fenced engine. Its next process (incarnation) serves once it holds the wanted
-version.
-"""
+"""Recover lost engines. The launcher kills a fenced engine and starts its next process."""
 
 import asyncio
 import time

@@ -1,8 +1,8 @@
 """Decide which calls share an engine request, and which data-parallel rank gets a request.
 
 - `SharedRequests` saves CPU time: calls with equal `share` that begin in one pass of the event loop
-  become one request. Their prompts and sampling options must be equal. The request is aborted once
-  no call waits for it.
+  become one request, so their prompts and sampling options must be equal. The request is aborted
+  once no call waits for it.
 - `EngineChoice` chooses the rank that must compute the fewest prompt tokens for the new request and
   the rank's requests in flight. It estimates cache contents from the requests sent to each rank.
 """
@@ -77,9 +77,9 @@ class SharedRequests:
         except asyncio.CancelledError:
             sending = request.sending
             if sending is not None and not request.is_wanted:
-                request.sending = None  # so that only one cancelled call aborts
+                request.sending = None  # only one cancelled call may abort
                 sending.cancel()
-                if len(request.calls) > 1:  # the caller of a single call aborts its request
+                if len(request.calls) > 1:  # a single call's caller aborts it
                     with suppress(OrreryError):
                         await asyncio.shield(self._abort([request.name]))
             raise

@@ -1,7 +1,7 @@
 """Serve sites that lend engines: an HTTPS server, weight snapshots and a verifier.
 
 The HTTPS server listens on port P of `site.json`, the snapshot server on port P + 1. A site needs
-a TLS certificate with its name from the run's certificate authority.
+a TLS certificate from the run's authority that names it.
 """
 
 import asyncio

@@ -209,7 +209,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # the run's engines draw the ended lease's samples
+                continue  # the run's engines draw samples of ended leases
 
     def _cancel(self, ids: Sequence[str]) -> None:
         for each in ids:

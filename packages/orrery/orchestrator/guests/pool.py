@@ -1,11 +1,10 @@
 """Draw samples on engines of other sites (clusters), and check a random share of the answers.
 
-- Log-prob differences of the run's own samples set bounds for other sites. Until these bounds are
-  known, other sites get no jobs.
+- Log-prob differences of the run's own samples set bounds. Without bounds, no site gets jobs.
 - No answer is used before the check.
 - If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
-- After a false answer, the site's queued rollouts are dropped. The site is refused until its line
-  in `refused_sites.json` is removed.
+- After a false answer, the site's queued rollouts are dropped, and the site is refused until its
+  line in `refused_sites.json` is removed.
 """
 
 import asyncio
@@ -107,8 +106,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if the run's engines must draw it.
 
-        Consecutive calls with equal `share` have equal prompts. All of them go either to other
-        sites or to the run's engines, so that few engines prefill the prompt.
+        Consecutive calls with equal `share` have one prompt. All go to other sites, or all to the
+        run's engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -222,7 +221,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # late, repeated, or for another site's job
+                continue  # a late or repeated answer, or another site's job
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))
