@@ -416,8 +416,8 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 def widen(sock: socket.socket) -> None:
     """Enlarge the send buffer to WINDOW bytes or the kernel's maximum.
 
-    Do nothing if the kernel's automatic tuning reaches that size, because setsockopt ends this
-    tuning. setsockopt doubles the given size (socket(7)).
+    Do nothing if the kernel's automatic tuning reaches that size, because setsockopt ends it.
+    setsockopt doubles the given size (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])

@@ -153,7 +153,7 @@ class EtcdClient:
 
 
 def check_first(endpoint: str, error: Exception) -> None:
-    """Raise ElasticError if `error`, the first answer of an endpoint, is final."""
+    """Raise ElasticError if no retry can help. `error`: an endpoint's first answer."""
     if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
         raise ElasticError(
             f"{endpoint}: no such host; type `orrery join RUN ADDRESS:PORT` with the address of a "
@@ -184,7 +184,7 @@ def below(prefix: str) -> dict[str, str]:
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of a site's services, or ""."""
+    """ADDRESS:PORT of each service of a site, or ""."""
 
     coordinator: str = ""  # the etcd server
     snapshots: str = ""

@@ -73,7 +73,7 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """`name`: ADDRESS:PORT for clients. Servers use PORT + 1 among themselves."""
+    """An etcd server. `name`: ADDRESS:PORT for clients. Servers use PORT + 1 among themselves."""
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
         self.name, self._folder, self._run = name, folder, run
@@ -239,10 +239,9 @@ class EtcdSite:
         return False
 
     def _remove_dead(self, members: Mapping[str, tuple[str, bool]], voters: Set[str]) -> None:
-        """Remove coordinators without a live site, so that etcd can then remove this site's own.
+        """Remove coordinators without a live site, so that etcd then removes this site's own.
 
-        etcd refuses removals that leave too few running coordinators for a majority, hence also of
-        running coordinators of other sites that leave.
+        etcd refuses removals that leave no running majority, also of other leaving sites.
         """
         for name in sorted(voters - self._live()):
             with suppress(ElasticError, EtcdRefused):
@@ -257,7 +256,7 @@ class EtcdSite:
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd, then manage coordinators. etcd dies with this thread."""
+        """Start etcd, then manage coordinators. etcd ends with this thread."""
         try:
             if self.server is not None and (self._is_new or self.server.data.exists()):
                 self.server.start(is_new=self._is_new)
@@ -316,7 +315,7 @@ class EtcdSite:
                 self.client.call("/v3/cluster/member/promote", {"ID": member_id}, 0.0)
 
     def _members(self) -> dict[str, tuple[str, bool]]:
-        """Return ADDRESS:PORT → (id, whether it is a learner) of etcd's members."""
+        """Return {ADDRESS:PORT: (id, whether it is a learner)} of etcd's members."""
         answer = self.client.call("/v3/cluster/member/list", {}, self._heartbeat_s)
         return {
             _name_of(each["peerURLs"][0]): (each["ID"], each.get("isLearner", False))

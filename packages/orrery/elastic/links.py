@@ -1,6 +1,5 @@
 """Connect a process to the process of the same rank at every other site, over mutual TLS.
 
-- A frame of another run or epoch, or data of another round, closes its connection.
 - A lost or silent connection ends the round. The first site that notices tells all others.
 - Between rounds, a site's process 0 measures the speed to each new peer once.
 """
@@ -54,7 +53,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """`port`: listening port of the site's process 0."""
+    """Connections to other sites. `port`: listening port of this site's process 0."""
 
     def __init__(
         self,
@@ -292,7 +291,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A failed site itself tells all sites, so do not repeat its report.
+                    # A failed site itself tells all sites.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
@@ -406,7 +405,7 @@ class PeerLinks:
 
 
 class SpeedProbe:
-    """`found`: Mb/s by site id.
+    """Measure speeds. `found`: Mb/s by site id.
 
     Receivers time only the second half, because TCP's slow start and buffers distort the first.
     """

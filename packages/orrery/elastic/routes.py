@@ -39,7 +39,7 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Unmeasured pairs get the highest speed, so that they never count as the slowest edge.
+    # Unmeasured pairs get the highest speed, so they are never the slowest edge.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MAX_EXACT_SITES else _greedy(rows)
 

@@ -13,7 +13,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import SITE_FILE
 
-PROTOCOL = 2  # increment if frames or the ledger change format
+PROTOCOL = 2  # to be raised if the format of frames or ledger changes
 NO_ROUND = -1  # before round 0
 
 
@@ -54,7 +54,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """`weights[r]`: the weight of rank r."""
+    """A round's exchange. `weights[r]`: the weight of rank r."""
 
     number: int
     epoch: Epoch
@@ -109,7 +109,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 
 
 class SitePlace(msgspec.Struct, frozen=True):
-    """`listen`: own ADDRESS:PORT, or "" for no listener. `join`: ADDRESS:PORT of any site.
+    """A site's addresses. `listen`: own ADDRESS:PORT, or "". `join`: ADDRESS:PORT of any site.
 
     The first site joins itself.
     """
@@ -134,7 +134,7 @@ def read_place(run_dir: Path) -> SitePlace:
 
 
 def end_rewind(run_dir: Path, place: SitePlace) -> None:
-    """Write `rewinds: false` into the site's file, so that its next start does not rewind."""
+    """Write `rewinds: false` into the site's file, so that only one start rewinds."""
     if place.rewinds:
         ended = msgspec.structs.replace(place, rewinds=False)
         write_atomic(run_dir / SITE_FILE, msgspec.json.encode(ended))

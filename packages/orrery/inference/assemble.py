@@ -33,13 +33,13 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"
 BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
-# The full name, because vLLM on CPU replaces "uni" by "mp".
+# Use the full name, because vLLM on CPU replaces "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 INDEX = "ORRERY_ENGINE"  # environment variable with the engine's index
 ENGINE_READY_S = 600
-HEAD, MEET_S = "engine_head", 0.1  # HEAD: role whose endpoint is the meeting point
+HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes the meeting point
 KEEP_ALIVE_S = 600  # clients close idle connections earlier
-# Projections of each LoRA target. Experts are missing, because their kernels need a GPU.
+# Projections of each LoRA target, without experts, because LoRA kernels of experts need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -137,7 +137,7 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
     ]
 
 
-# Model part → vLLM layers that stay in bfloat16 if `model.fp8` lacks the part.
+# Model part → vLLM layers in bfloat16 if `model.fp8` lacks the part.
 _NOT_FP8 = {
     "attention": r"re:.*\.self_attn\..*",
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
@@ -157,7 +157,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         if fp8 is not None and manifest.model.mla is not None:
             others.append(_NARROW)
         arguments |= {
-            # 128 × 128 blocks, as in DeepGEMM and the trainer
+            # Scales per 128 × 128 block, as in DeepGEMM and the trainer.
             "--quantization": "fp8_per_block",
             # FP8 routers would choose other experts than the trainer.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
@@ -223,7 +223,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM requires factors of at least one projection, and sets missing factors to 0.
+    # vLLM requires factors of one projection, and sets missing factors to 0.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {
         "A": (lora.rank, model.num_heads * model.head_dim),

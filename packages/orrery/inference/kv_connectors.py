@@ -61,7 +61,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # a new id, because a restart loses blocks
+        "engine_id": f"{index}-{uuid.uuid4()}",  # a new id per start, which loses all blocks
     }
     if transfer.kind == "nixl":
         return config | {
@@ -248,7 +248,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """A folder with a size limit that evicts least recently used files. Handle missing files."""
+    """A folder with a size limit that evicts least recently used files, so reads may fail."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes

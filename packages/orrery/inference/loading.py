@@ -134,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage address. Each meta tensor is kept, so that its address is not reused.
+        # By storage address, which no other tensor gets while the meta tensor exists.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:

@@ -121,8 +121,7 @@ class RequireToken:
     """ASGI middleware: refuse (401) requests without their path's credential before reading bodies.
 
     Paths in GENERATE need the credential `generate`, paths in OPEN none, other paths `administer`.
-    Without a token, an engine refuses all requests if a launcher started it, and otherwise accepts
-    all requests.
+    Without a token, an engine refuses all requests if a launcher started it, else accepts all.
     """
 
     def __init__(self, app: "ASGIApp") -> None:

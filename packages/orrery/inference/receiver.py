@@ -67,7 +67,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
-    transfer: int = 0  # number of the direct transfer, or 0 if `path` is a folder of weight files
+    transfer: int = 0  # number of the direct transfer, 0 if weights come in files
 
 
 class Consumed(NamedTuple):

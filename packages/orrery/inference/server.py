@@ -96,7 +96,7 @@ def serve(
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # TMPDIR must be short, because paths of vLLM's sockets have at most 107 bytes.
+    # Paths of vLLM's sockets in TMPDIR must have at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
 
     def death() -> str | None:
@@ -126,7 +126,7 @@ class Left:
     start: str
     shared: str
     disk: Path | None
-    pid: int  # process id of the server, because forks must not remove files
+    pid: int  # the server's process id, because forks must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":

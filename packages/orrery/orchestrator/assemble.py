@@ -142,7 +142,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the first problem's index. The sites of an elastic run use different problems."""
+    """Return the first problem's index, which differs between the sites of an elastic run."""
     if ctx.manifest.trainer.elastic is None:
         return 0
     return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20

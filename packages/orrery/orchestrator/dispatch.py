@@ -168,7 +168,7 @@ class AdaptiveLimit:
         return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
-        """Return new preemptions. A restarted engine counts from 0 again."""
+        """Return the number of new preemptions. A restarted engine counts from 0 again."""
         before = self._preemptions
         totals = {index: load.preemptions_total for index, load in loads.items()}
         self._preemptions = before | totals

@@ -176,8 +176,8 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return `result.json`: rewards by policy and task.
 
-    Means exclude failed rollouts, but include timeouts with a reward of 0. In the mean over tasks,
-    weights are the numbers of requested rollouts.
+    Means exclude failed rollouts, but include timeouts with a reward of 0. The mean over
+    tasks is weighted by requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

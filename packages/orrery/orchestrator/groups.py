@@ -1,9 +1,8 @@
 """Collect groups (rollouts of one problem), compute their advantages, and cut batches.
 
-- Timeouts with a reward of 0 count in the group's mean reward, but are not trained.
 - A group without a finished rollout or with only one reward is dropped (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, groups with only zero advantages are spare. A batch uses
-  spare groups only after `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled.
+- With `drop_zero_advantage_groups`, groups with only zero advantages are spare. A batch
+  uses them only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
 - A batch takes the oldest groups first, and no stale group.
 """
 

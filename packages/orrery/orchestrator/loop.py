@@ -272,7 +272,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write metrics before sending, because a run resumed after this batch does not write them.
+        # Write metrics first, because a run resumed after this batch does not write them.
         self.ctx.metrics.write(
             step,
             **row,

@@ -2,7 +2,7 @@
 
 - Prompt tokens and tool results are not trained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
-- `RolloutFailed`: engine, task or judge failed. `JudgeBroken` ends the run.
+- `RolloutFailed`: the engine, the task or the judge failed.
 - `RolloutRunner` calls `on_ended` once per request, except for cancelled requests. Its `check`
   raises unexpected exceptions of rollouts, to end the run.
 """
@@ -35,7 +35,7 @@ from orrery.wire.routed_experts import Routes, RouteShape, column, row_shape
 NO_VERSION = -1
 ENGINE_GONE = "engine_gone"
 SITE_REFUSED = "site_refused"
-# Pause after a lost engine, so that rollouts do not fail in a tight loop.
+# Pause after a lost engine, to avoid a tight loop of failures.
 GONE_PAUSE_S = 1.0
 
 
@@ -209,7 +209,7 @@ async def run_episode(
 
     - `seed`: turn t is sampled with `seed + t`.
     - `routes`: shape of the routed experts (MoE) that training replays.
-    - `share`: single-turn rollouts with equal `share` may become one engine request.
+    - `share`: argument of `EnginePool.generate` for single-turn rollouts.
     """
     problem, messages = opening.problem, list(opening.problem.messages)
     tokens = _Tokens(opening.prompt)
@@ -287,7 +287,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # Abort explicitly, because a router does not report the disconnect to the engine.
+        # Abort, because a router does not report disconnects to the engine.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:

@@ -3,7 +3,6 @@
 - A group (rollouts of one problem) starts only if an open batch has room for it.
 - An open batch accepts tokens of the engines' policy version, and is at most `max_batches_ahead` +
   1 batches after the newest batch that the trainer has requested.
-- No rollout starts during a weight update, and no update during an evaluation.
 - `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
 

@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # If the process is killed between these calls, the run resumes from an older state.
+    # If killed between these calls, the run resumes from an older state.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"

@@ -38,7 +38,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before the alphabet
 PAD_ID, END_ID = 0, 1
 
-TODAY = datetime.datetime(2024, 7, 26)  # the date that chat templates print (Llama's default)
+TODAY = datetime.datetime(2024, 7, 26)  # the date in chat templates (Llama's default)
 
 CHARACTER_TEMPLATE = """\
 {%- for message in messages -%}

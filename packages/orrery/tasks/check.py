@@ -4,8 +4,8 @@
 - If the tokenizer's files are present, problems and tool replies must fit its alphabet, the
   vocabulary and the context length.
 - All rows of a task's file are checked.
-- Evaluation tasks must differ from training and SFT tasks in kind, args or seed. A row or prompt
-  must not be both trained and evaluated.
+- Evaluation tasks must differ from training and SFT tasks in kind, args or seed, and share no row
+  or prompt of a file with them.
 
 `--tokenizer FOLDER` and `--dataset FOLDER` print facts of a fetched folder as JSON.
 """
@@ -255,7 +255,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
     return found
 
 
-@cache  # a task caches its problems, so build it once
+@cache  # a task caches its problems
 def _task(use: str) -> Task:
     return make(TaskUse.model_validate_json(use))
 

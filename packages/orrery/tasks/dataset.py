@@ -175,7 +175,7 @@ class Dataset(SingleTurn):
     def _side_of(self, row: dict[str, Any]) -> Split:
         match self.args.held_out:
             case Fraction(fraction=fraction):
-                # Use `str`, because the text of `written` has another hash, hence another side.
+                # Use `str`, because the text of `written` would change the hash and the side.
                 return split_of(filled(self.args.prompt, row, str), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
@@ -252,7 +252,7 @@ class Dataset(SingleTurn):
         if self.args.verdict.kind == "python":
             # Scorer processes run in another working directory.
             verdict["path"] = str(Path(self.args.verdict.path).absolute())
-            # Scorers read JSON, so other values, such as timestamps, become text.
+            # Scorers read JSON, so timestamps become text.
             row = json.loads(json.dumps(self._row(at), default=str))
         return {"verdict": verdict, "answer": answer, "row": row}
 

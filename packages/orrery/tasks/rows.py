@@ -128,7 +128,7 @@ class JsonLines:
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # Binary, because text mode would split lines at \r too.
+            # Read bytes, because text mode would split lines at \r too.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():

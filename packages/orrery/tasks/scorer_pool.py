@@ -4,7 +4,6 @@
   text, limit_s]` per answer. It writes an empty line when ready, then `[number, score, note]` per
   answer. The score is null if the scorer fails, or a message if the request is invalid. The note
   is null or the exception of a user's reward function.
-- An answer that may be executed gets a fork without secrets, capabilities or writable files.
 - All processes share one PYTHONHASHSEED, because some reasoning-gym families order words by hash.
 - A failed process is replaced. Scoring its answer raises OrreryError and never gives 0.
 """
@@ -43,7 +42,7 @@ from orrery.tasks.task import JudgeBroken
 
 log = logging.getLogger(__name__)
 
-KINDS = {  # kind: function that makes its scorer
+KINDS = {  # kind: module:function that makes the scorer
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
@@ -52,7 +51,7 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256
 NOTE = b"note "
-KEPT_SCORERS = 64  # size of a cache, because answers to one problem arrive together
+KEPT_SCORERS = 64  # cache size; answers to one problem arrive together
 MAX_SENTENCE = 500
 NUM_SCORERS = 8
 START_S = 120.0  # limit for a process to start, with slow imports
@@ -85,7 +84,7 @@ class ScorerPool:
                 del self._scores[next(iter(self._scores))]
         if scoring.done():
             return scoring.result()
-        # Equal calls wait for one asyncio task, so cancelling a call must not cancel it.
+        # Equal calls share one asyncio task, so a cancelled call must not cancel the task.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -171,7 +170,7 @@ def _canary(kind: str) -> tuple[Any, str, str]:
     """Return a request, a right and a wrong answer."""
     if kind == "verdict":
         return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
-    import reasoning_gym  # slow, needed only for this kind
+    import reasoning_gym  # slow import
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
     return [CANARY, {}, 0, item["question"]], item["answer"], "[]"
@@ -220,7 +219,7 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # A thread waits for the process's end, because freeing its memory may take 0.5 s.
+        # Wait in a thread, because freeing the process's memory may take 0.5 s.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 

@@ -261,7 +261,7 @@ def compute_own_experts() -> None:
 
     def apply_own(self: Any, *args: Any, **options: Any) -> None:
         expert_map = options.get("expert_map")
-        if expert_map is not None:  # global expert → local expert or −1
+        if expert_map is not None:  # index of all experts → local index or −1
             local = expert_map[options["topk_ids"]]
             is_own = local >= 0
             options["topk_weights"] = options["topk_weights"] * is_own
@@ -300,7 +300,7 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    # Python shortens names for FreeBSD. Linux allows 255 characters.
+    # Python keeps these names short for FreeBSD. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
     shared_memory._SHM_SAFE_NAME_LENGTH = length  # type: ignore[attr-defined]

@@ -1,9 +1,7 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a slow pydantic object per token.
-- `stream_samples`: a streamed answer has one JSON line per finished sample.
-- `hold_outputs`: the engine core sends tokens in chunks, and sends all before a pause or weight
-  update, so that their versions are exact.
+`registry` gives the reasons. A streamed answer has one JSON line per finished sample. The engine
+core sends held tokens before a pause or weight update, so that their versions are exact.
 """
 
 import asyncio
@@ -18,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-LEAST = -9999.0  # vLLM's log-prob in place of -inf
+LEAST = -9999.0  # vLLM's replacement for -inf
 CHUNK = 32
 MERGED = ("new_token_ids", "new_logprobs", "events", "routed_experts")
 LAST = (

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # limit of control calls other than weight loads and aborts
+CONTROL_TIMEOUT_S = 120.0  # for control calls except weight loads and aborts
 LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer
 QUERY_TIMEOUT_S = 10.0
 # vLLM's prefix of request ids. Without it, an abort returns 200 and has no effect.
@@ -228,7 +228,7 @@ class EngineClient:
     async def update_weights(self, published: "Published") -> None:
         """Load the published weights in all workers.
 
-        If a worker fails, discard these weights in all workers, and raise UpdateFailed.
+        If a worker fails, discard them in all workers, and raise UpdateFailed.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -285,7 +285,6 @@ class EngineClient:
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail requests that read KV blocks of an ended engine."""
         await self._ask_workers("read_no_more", kv_engine_id)
 
     async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:

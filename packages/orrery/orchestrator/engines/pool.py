@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit for the other engines' transfers after one transfer was interrupted.
+# Time limit of other engines' transfers after one was interrupted.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -64,7 +64,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """`incarnation` counts restarts, and is −1 until a process listens."""
+    """One engine's state. `incarnation`: number of restarts, −1 until a process listens."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING

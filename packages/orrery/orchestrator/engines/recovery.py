@@ -85,7 +85,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             process_control.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        # Dismiss last, because a slow router must not delay the engine's restart.
+        # Dismiss last, because a slow router must not delay the restart.
         await self.dismiss(url)
 
     async def dismiss(self, url: str) -> None:

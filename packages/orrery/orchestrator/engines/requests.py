@@ -1,8 +1,7 @@
 """Decide which calls share an engine request, and which data-parallel rank gets a request.
 
 - `SharedRequests` saves CPU time: calls with equal `share` that begin in one pass of the event loop
-  become one request, so their prompts and sampling options must be equal. The request is aborted
-  once no call waits for it.
+  become one request, which is aborted once no call waits for it.
 - `EngineChoice` chooses the rank that must compute the fewest prompt tokens for the new request and
   the rank's requests in flight. It estimates cache contents from the requests sent to each rank.
 """

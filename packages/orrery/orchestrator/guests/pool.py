@@ -51,7 +51,7 @@ from orrery.wire.weight_wire import Published
 
 LEAST = 8  # minimum jobs given to a site, if enough wait
 TAKE_S = 2.0  # after this wait, the run's own engines take a job
-MAX_OWN_CHECKS = 2  # most concurrent checks of own samples; NUM_HONEST until `spread.is_known`
+MAX_OWN_CHECKS = 2  # concurrent checks of own samples, once `spread.is_known`
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 

@@ -26,7 +26,7 @@ from orrery.wire.recompute import Recomputed
 MAX_CANCELLED = 4096
 FETCH_S = 10.0  # assumed time of a weight transfer
 OPEN_S = 2.5
-CHANCE = random.SystemRandom()  # so that sites cannot predict checks
+CHANCE = random.SystemRandom()  # sites cannot predict its checks
 NUM_HONEST = 16  # own rollouts needed to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
@@ -209,7 +209,7 @@ class SiteTable:
         return self.is_up(site) and engine.version is not None and engine.version >= oldest
 
     def open_sites(self) -> list[GuestSite]:
-        """Return sites with recent weights, room, and a request within OPEN_S."""
+        """Return sites with recent weights, free slots, and a request in the last OPEN_S."""
         since_s = time.monotonic() - OPEN_S
         sites = self.sites.values()
         return [
