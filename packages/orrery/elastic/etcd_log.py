@@ -36,7 +36,7 @@ RELEASE_S = 2.0
 ELECTION_S = 4.0  # longest time of a leader election with one split vote
 EXPIRY_S = 2.0  # longest time from a lease's end to the next round
 RETRY_WATCH_S = 0.5
-RUNS = "orrery/"  # prefix of all runs' keys
+RUNS = "orrery/"
 # TLS errors if one side does not trust the other's authority.
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "ALERT_UNKNOWN_CA", "ALERT_BAD_CERTIFICATE")
 log = logging.getLogger("orrery.elastic.etcd_log")

@@ -1,8 +1,7 @@
 """Pose the problems of a JSONL, JSON, CSV or Parquet file, or of a fetched dataset.
 
-- `prompt` and `answer` are templates over columns, such as `{question}`. A `prompt` of one column
-  may hold lists of chat messages. `answer_pattern` cuts the answer out of a text.
-- `held_out` divides the rows into a training and a held-out side. `split` chooses the side.
+`docs/datasets.md` describes the arguments. `held_out` divides the rows into a training and a
+held-out side. `split` chooses the side.
 """
 
 import hashlib

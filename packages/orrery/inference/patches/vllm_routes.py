@@ -1,6 +1,7 @@
-"""Make vLLM return routed experts (routes) in more cases, and sparse attention's chosen keys.
+"""Make vLLM return routed experts (routes) and sparse attention's chosen keys.
 
-- The cases: engines on CPU (without speculative decoding), KV offloading and KV transfers.
+- Routes also come from engines on CPU (without speculative decoding), with KV offloading and with
+  KV transfers.
 - The scheduler loads an offloaded KV block only if its routes are known.
 - After a KV transfer, a decode engine knows routes only from the prompt's last token on.
 - With `capture_choices`, vLLM reports u8 [1, bytes] per token: the routed experts of all layers,

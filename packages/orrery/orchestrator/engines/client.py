@@ -113,7 +113,7 @@ class EngineClient:
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: tokens that end a sample and belong to it.
         - `routes_from`: position of the first token whose routed experts are returned.
-        - `session`: id of a conversation, which a router keeps on one engine.
+        - `session`: id of a conversation. A router keeps it on one engine.
         - `rank`: data-parallel rank, by default the client's choice.
 
         Raise EngineGone if the engine is lost, and GenerationFailed after any other failure.
