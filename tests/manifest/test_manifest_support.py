@@ -60,7 +60,7 @@ REFUSED = [
     ),
     (
         changed("reverse_text_moe", transport__routed_experts=True, inference__kv_offload=STORE),
-        "inference.kv_offload.kind 'mooncake': the store keeps no routes of experts. Set "
+        "inference.kv_offload.kind 'mooncake': the store keeps no choice of experts. Set "
         "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false",
     ),
     (
@@ -71,8 +71,8 @@ REFUSED = [
             inference__data_parallel=2,
             **APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}},
         ),
-        "inference.kv_transfer.kind 'mooncake' with data_parallel 2: it moves caches of one rank. "
-        "Set inference.kv_transfer.kind to 'nixl', or data_parallel to 1",
+        "inference.kv_transfer.kind 'mooncake' with data_parallel 2: it moves caches of a "
+        "single rank. Set inference.kv_transfer.kind to 'nixl', or data_parallel to 1",
     ),
     (
         changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),

@@ -41,7 +41,7 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def meant(name: str, among: list[str]) -> str:
-    """Suggest a run in `among` whose name is close to or contains `name`."""
+    """Suggest a run of `among` whose name resembles or contains `name`."""
     near = nearest(name, among) or next((each for each in among if name in each), None)
     if near is not None:
         return f"did you mean {near!r}?"
@@ -51,7 +51,7 @@ def meant(name: str, among: list[str]) -> str:
 
 
 def sentence(error: ValidationError) -> str:
-    """Describe the first error. Unknown fields come first, missing fields last."""
+    """Describe the most urgent error. Unknown fields come first, missing fields last."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -97,9 +97,9 @@ def sentence(error: ValidationError) -> str:
 
 
 def _num_mistakes(errors: list[Any]) -> int:
-    """Count distinct mistakes. Copies of a task for training, evaluation and SFT repeat them."""
+    """Count distinct mistakes. A task's copies for training, evaluation and SFT count once."""
 
-    def follows(e: Any) -> bool:  # pydantic drops wrong items and finds the tuple too short
+    def follows(e: Any) -> bool:  # caused by invalid items, which pydantic drops
         inside = (o["loc"] for o in errors if len(o["loc"]) > len(e["loc"]))
         return e["type"] == "too_short" and any(loc[: len(e["loc"])] == e["loc"] for loc in inside)
 
@@ -134,7 +134,7 @@ def misspelt(path: str, given: list[str]) -> str | None:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return (dotted path, sibling fields, type) of the field at pydantic's `loc`."""
+    """Return (dotted path, sibling fields, type) of the field at a pydantic error's `loc`."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

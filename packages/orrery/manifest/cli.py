@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# `orrery.tasks.check` prints a line with this prefix per manifest.
+# `orrery.tasks.check` prints a line with this prefix per valid manifest.
 FIRST_LINE = "tasks.train[0]: "
 # imports of `orrery.tasks.check` that login nodes may lack
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
@@ -106,7 +106,7 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Run `orrery.tasks.check` on (name, manifest) pairs, and return its notes.
 
-    Raise OrreryError for the first wrong task. Skip the check if `TASK_PACKAGES` are missing.
+    Raise OrreryError for the first invalid task. Skip the check if `TASK_PACKAGES` are missing.
     """
     if not manifests:
         return []
@@ -319,7 +319,7 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run `program`, print an OrreryError, and return the exit code."""
+    """Run `program`, print its OrreryError if any, and return the exit code."""
     try:
         program()
     except OrreryError as error:

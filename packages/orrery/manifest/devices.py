@@ -3,8 +3,8 @@
 A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability 8.9
 with 44 GiB. Its rates are the lowest in `DEVICES` among GPUs of its or the next lower capability.
 
-`rates/` holds measured rates. Other devices have their data sheet's rates times the H200's ratio of
-measured to data sheet rates.
+`rates/` has measured rates. Other devices have data sheet rates, times the H200's ratio of measured
+to data sheet rates.
 """
 
 import re
@@ -22,10 +22,10 @@ GB, T = 10**9, 10**12
 class Device:
     """A type of device, with its data sheet's rates per second.
 
-    `names`: as the driver reports. `capability`: compute capability (major, minor).
-    `memory_bytes`: without GDDR6's memory for error correction.
+    `names`: as the driver reports them. `capability`: compute capability (major, minor).
+    `memory_bytes`: without memory that GDDR6 uses for error correction.
     `bf16_flops`, `fp8_flops`: dense operations. `fp8_flops` is 0 without FP8 units.
-    `link_bytes_per_s`: to another device, one way. `is_estimated`: not in `DEVICES`.
+    `link_bytes_per_s`: one-way rate to another device. `is_estimated`: not in `DEVICES`.
     """
 
     names: tuple[str, ...]
@@ -173,7 +173,7 @@ def is_named(accelerator: str, name: str) -> bool:
 
 SPARSE_PAIRS = 2**22  # maximum (query, key) pairs in a chunk of sparse attention's backward pass
 AUTO_SHARE = 16  # `lm_head_chunk_tokens` "auto": logits take 1/16 of device memory
-ALIGNMENT = 128  # rounding unit of token chunks and, if it fits, of vocabulary slices
+ALIGNMENT = 128  # token chunks, and vocabulary slices if possible, are multiples of this
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
@@ -203,7 +203,7 @@ class Rates:
     `dense_flops`, `grouped_flops`: bfloat16 products of dense layers and of routed experts.
     `fp8_flops`: products of FP8 weights. Devices without FP8 units multiply in bfloat16.
     `attention_flops`: limit for long documents. Documents of `attention_half_tokens` reach half.
-    `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
+    `link_bytes`, `host_link_bytes`: one-way copies to another device, or to pinned host memory.
     `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
 
@@ -249,5 +249,5 @@ def rates_of(accelerator: str) -> Rates:
 
 def usable_bytes(accelerator: str) -> int | None:
     device = find_device(accelerator)
-    # Data sheets write GB, but mean GiB.
+    # Data sheets write GB for memory, but mean GiB.
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

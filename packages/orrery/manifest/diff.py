@@ -73,9 +73,9 @@ def _has_attempts(stage: Any) -> bool:
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
-    """Return the differences of fields `receipt.<kind>.<stage>.<field>`.
+    """Return the differences, as fields `receipt.<kind>.<stage>.<field>`.
 
-    A change that all stages share appears once, without the stage.
+    A difference that all stages share appears once, without the stage.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))

@@ -1,6 +1,6 @@
-"""Errors for users. Messages name field or file, value, rule and remedy.
+"""Errors that commands print as `error: <message>` before they exit with `exit_code`.
 
-Commands print `error: <message>` and exit with `exit_code`.
+A message names field or file, value, rule and remedy.
 """
 
 import errno
@@ -29,6 +29,7 @@ def explain_os_error(error: OSError) -> str:
     text = error.strerror or f"{type(error).__name__} {error}".strip()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += (
-            "; free some, such as unused folders in runs/ (`df -h . /dev/shm` shows the full disk)"
+            "; free some space, such as unused folders in runs/ (`df -h . /dev/shm` shows the full "
+            "disk)"
         )
     return f"{error.filename}: {text}" if error.filename else text

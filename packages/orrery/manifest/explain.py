@@ -48,7 +48,7 @@ class Place:
 class Explanation:
     """The origin of a scalar field.
 
-    `sources`: files behind a derived value, or the axis that a run file overrides.
+    `sources`: files that determine a derived value, or the axis that a run file overrides.
     """
 
     field: str
@@ -90,7 +90,7 @@ class _Case:
         self.axes = axes(workspace, read)
         self.alone = {path: Evaluator(workspace)(import_of(workspace, path)) for path in self.axes}
         run_files = [path for path in read if path.parent.name == "runs"]
-        self.run_files = sorted(run_files, key=lambda path: path == file)  # the run's own is last
+        self.run_files = sorted(run_files, key=lambda path: path == file)  # this run's file is last
         self.library = workspace.library[0] / "lib" / "run.libsonnet"
         self.whole = " + ".join(import_of(workspace, p) for p in (self.library, *self.axes))
         self.unconstrained = {workspace.library[0] / "lib" / "constraints.libsonnet": b"{}"}
@@ -166,7 +166,7 @@ class _Setting:
 
 
 def line_of(file: Path, path: FieldPath) -> int | None:
-    """Return the first line number that sets `path`."""
+    """Return the number of the first line that sets `path`."""
     return next((each.line for each in _settings(file) if each.keys == path), None)
 
 

@@ -63,9 +63,9 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Raise ValueError if `text` is not JSON or has refused content.
+    """Raise ValueError if `text` is not JSON or has content that this module refuses.
 
-    `parse_constant` replaces NaN and infinities.
+    `parse_constant` returns a replacement of NaN or an infinity.
     """
     try:
         value = json.loads(

@@ -40,11 +40,11 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-# Files are overwritten only if line 1 has this text and the digest of the other lines.
+# A file is overwritten only if line 1 has this text and the other lines' digest.
 WRITTEN = "Written by `orrery "
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # attempts to fit a run into memory
-# the KV cache's share of memory, by whether the GPU also trains
+# KV cache's share of GPU memory. The key says whether the GPU also trains.
 CACHE_SHARE = {True: 0.25, False: 0.5}
 MIN_CACHE_BYTES = 256 << 20
 
@@ -114,7 +114,7 @@ def _told(found: Sequence[Gpu]) -> str:
 
 
 def missing_gpu() -> str | None:
-    """Return why no GPU can be visible, or None."""
+    """Return why this process can see no GPU, or None if it may see GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return "CUDA_VISIBLE_DEVICES is empty, so no GPU is visible"
     if shutil.which(QUERY[0]) is None and not DEVICE_FILE.exists():

@@ -1,7 +1,7 @@
 """List the processes of each stage, and check whether Orrery can start them.
 
-`ProcessPlan.ends` "itself": the process exits after its work. "with_stage": a server, stopped once
-all "itself" processes have exited with 0.
+A process with `ends` "itself" exits after its work. A "with_stage" process is a server, stopped
+once all "itself" processes have exited with 0.
 
 With several nodes, each role has a group of nodes: inference (or prefill, decode), then trainer.
 """
@@ -31,7 +31,7 @@ ENGINE_ROLES = ("inference", "headless")
 class ProcessPlan:
     """A process `python -m <module>`. `index`: number within its role.
 
-    A "headless" process runs on node `part` > 0 of multi-node engine `engine`.
+    A "headless" process runs on node `part` > 0 of the multi-node engine `engine`.
     """
 
     role: Role
@@ -86,7 +86,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices to its processes, in order. With `shared`, roles start at 0."""
+    """Assign a node's devices to its processes, in order. If `shared`, each role starts at 0."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -219,14 +219,14 @@ def check_built(manifest: Manifest) -> None:
         )
     if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
         raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': the store keeps no routes of experts. Set "
+            "inference.kv_offload.kind 'mooncake': the store keeps no choice of experts. Set "
             "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false"
         )
     most = max(inference.data_parallel, inference.of_engine(0).data_parallel)
     if inference.kv_transfer.kind == "mooncake" and most > 1:
         raise OrreryError(
             f"inference.kv_transfer.kind 'mooncake' with data_parallel {most}: it moves caches of "
-            "one rank. Set inference.kv_transfer.kind to 'nixl', or data_parallel to 1"
+            "a single rank. Set inference.kv_transfer.kind to 'nixl', or data_parallel to 1"
         )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),

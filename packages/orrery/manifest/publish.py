@@ -40,9 +40,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Sync the names, not the content, of all files below `folder`."""
+    """Sync the folders below `folder`: names of files, not their content."""
     for parent, _, _ in os.walk(folder, topdown=False):
-        with suppress(FileNotFoundError):  # another process may remove it
+        with suppress(FileNotFoundError):  # if another process removes the folder
             sync(Path(parent))
 
 
@@ -63,7 +63,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return a file's sha256. For several files, hash `sha256sum`'s output."""
+    """Return the sha256 of a file or, for several files, of `sha256sum`'s output."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))
@@ -88,7 +88,7 @@ def is_data(path: PurePath) -> bool:
 
 
 def sha256_of_data(path: Path) -> str:
-    """Return a file's sha256. For a folder, hash `sha256sum`'s output on its data files."""
+    """Return the sha256 of a file or, for a folder, of `sha256sum`'s output on its data files."""
     if not path.is_dir():
         return sha256(path)
     lines = [f"{sha256(p)}  {p.relative_to(path).as_posix()}\n" for p in data_files(path)]

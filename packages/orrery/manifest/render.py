@@ -22,7 +22,7 @@ T = TypeVar("T")
 MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"
 FETCHED = "_fetched.libsonnet"
-# `_import` returns failing code, because the binding garbles Python exceptions.
+# `_import` returns this failing code, because the binding garbles Python exceptions.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # lib/run.libsonnet's error
 # errors of lib/constraints.libsonnet about misspelt settings
@@ -62,7 +62,7 @@ class Evaluator:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
-        if self._lost:  # a failed import that lazy Jsonnet did not use
+        if self._lost:  # a failed import whose value lazy Jsonnet did not use
             raise OrreryError(self._lost + self._importer)
         return value
 
@@ -107,7 +107,7 @@ class Evaluator:
         return name, _FAILS
 
     def _place_of_import(self, name: str) -> str:
-        """Return the place that imports `name`. Jsonnet gives none for a missing `importstr`."""
+        """Return file and line that import `name`. Jsonnet omits them for a missing `importstr`."""
         wanted = re.compile(rf"""\bimport(?:str|bin)?\s*(['"]){re.escape(name)}\1""")
         for path in self.closure:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -163,7 +163,7 @@ def _of_all_files(
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # a stem becomes a Snakemake target
+        if path.stem in TARGETS:  # a file's stem becomes a Snakemake target
             raise OrreryError(
                 f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"
@@ -226,7 +226,7 @@ def _value(workspace: Workspace, path: Path, name: str) -> Any:
 
 
 def _suggested(said: str) -> str:
-    """Add the close known name, if any, to an error about an unknown setting."""
+    """Suggest the most similar known setting in an error about an unknown setting."""
     if found := _UNKNOWN.match(said):
         known = re.findall(r"\w+", said[found.end() :])
         if near := nearest(found["given"], known):
@@ -262,7 +262,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the library refuses a run, evaluate runs one by one, so that the error names it."""
+    """If the library refuses a run, evaluate each run alone, so that the error names the run."""
     try:
         yield
     except OrreryError as error:
