@@ -45,7 +45,7 @@ app = typer.Typer(
 FIRST_LINE = "tasks.train[0]: "
 # imports of `orrery.tasks.check` that login nodes may lack
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
-NOTE = "  note: "  # prefix of `orrery.tasks.check`'s notes
+NOTE = "  note: "
 NAMES = "Names of runs. Default: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]

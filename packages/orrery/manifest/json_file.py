@@ -1,7 +1,7 @@
 """Read JSON from users and other processes.
 
 Only regular files are read, so a reader never waits for a pipe. Files beyond `MAX_BYTES` or
-`MAX_DEPTH`, or with NaN, infinities, NUL or half of a surrogate pair, are refused.
+`MAX_DEPTH`, or with NaN, infinities, NUL or unpaired surrogates, are refused.
 """
 
 import errno

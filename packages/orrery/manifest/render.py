@@ -179,7 +179,7 @@ def _of_all_files(
 
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
-    """Return the file that defines run `name`. Ignore broken files."""
+    """Return the file of run `name`. Ignore broken files."""
 
     def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):

@@ -1,6 +1,7 @@
 """Count the activation bytes per token of a block on a trainer rank.
 
-Bytes of a value: c in computation. h: query heads × head size. g: key heads × head size.
+Variables: c is the bytes of a computed value, h is query heads × head size, and g is key heads ×
+head size.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
     every = entry + sum(results.named.values()) + results.rest
     attention, feed_forward = _temporaries(model, trainer, layer)
-    inner = rows = 0  # bytes of the rows between experts' products, and of their inputs
+    inner = rows = 0  # bytes of experts' intermediate rows, and of input rows
     if is_sparse(model, layer):
         inner, rows = _routed_bytes(model, trainer)
     if not trainer.memory.checkpoints(layer):
@@ -62,7 +63,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     again = max(0, every - kept)
     late = results.for_attention
     if "attention" not in trainer.kept or not is_graph:
-        # Attention's backward pass begins without recomputed rows of experts.
+        # Recomputed rows of experts are freed before attention's backward pass.
         freed = 0 if "experts" in trainer.kept else 2 * inner
         if trainer.lora is None or "experts" in trainer.lora.targets:
             freed += rows + inner
@@ -77,7 +78,7 @@ def _routed_bytes(model: Model, trainer: Trainer) -> tuple[int, int]:
 
 
 def _backward(kept: int, attention: int, feed_forward: int, inner: int) -> ActivationBytes:
-    # The down projection's input and its gradient are free when gate and up get gradients.
+    # The down projection's input and its gradient are freed before gate and up get gradients.
     late = max(attention, feed_forward - 2 * inner)
     return ActivationBytes(kept, max(attention, feed_forward), late)
 
@@ -131,7 +132,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     modules = trainer.memory.recomputed_modules(layer)
     of_attention = {"norms": norms, "attention_projections": heads}
     if trainer.compile and model.mla is None and "attention_projections" in modules:
-        of_attention["norms"] = 0  # not freed: the compiler saves inputs of recomputed modules
+        of_attention["norms"] = 0  # kept, because the compiler saves inputs of recomputed modules
     norms = c * hidden * (reads_input("feed_forward") or not dense)
     rest += norms
     of_feed_forward = {"norms": norms}
@@ -157,10 +158,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
-    - `output` includes float32 log-sum-exps.
-    - `inputs` include the larger of dense attention's padded queries, keys and values, and sparse
-      attention's latent queries and key indices.
-    - `recomputed`: inputs that recomputation of "attention_projections" frees.
+    `output` includes float32 log-sum-exps. `inputs` include the larger of dense and sparse
+    attention's inputs. `recomputed`: inputs that recomputation of "attention_projections" frees.
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
     c = DTYPE_BYTES[trainer.compute_dtype]
@@ -196,7 +195,8 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
         if (cp := trainer.mesh.cp) > 1:
             keys = keys_per_query(model, cp)
             expanded = 0 if mla.indexer is not None else 2 * g * (keys - 1)
-            gathered = 3 * keys * (mla.kv_lora_rank + mla.rope_head_dim)  # gradients of keys
+            # gradients of gathered keys
+            gathered = 3 * keys * (mla.kv_lora_rank + mla.rope_head_dim)
             attention = round(max(attention + c * expanded, (2 * c + 4) * latent) + c * gathered)
         else:
             attention = max(attention, (2 * c + 4) * latent)
@@ -208,7 +208,8 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     gradient = moe.expert_intermediate_size
     if lora is not None and "experts" in lora.targets:
         if trainer.memory.checkpoints(layer) and "experts" not in trainer.kept:
-            gradient = max(gradient, model.hidden_size)  # or recomputed down projection
+            # The gradient, or the recomputed output of the down projection, is larger.
+            gradient = max(gradient, model.hidden_size)
         gradient += lora.rank
     per_slot = rows * model.hidden_size + gradient
     shared = 3 * dense + model.hidden_size if dense else 0

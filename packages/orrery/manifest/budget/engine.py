@@ -28,7 +28,7 @@ NCCL_BYTES = 400 << 20
 LOGIT_COPIES = 4  # float32 copies of a step's logits
 GRAPH_COPIES = 5  # bytes of CUDA graphs / bytes of their hidden states
 SEQUENCE_S = 10e-6  # host time per sampled token: scheduling, log-probs, response
-LAYER_S = 60e-6  # short kernels and gaps, per layer of a decode step
+LAYER_S = 60e-6  # time of short kernels and gaps, per layer of a decode step
 EXPERTS_SHARE = 0.7  # share of memory bandwidth at which a decode step reads routed experts
 PRODUCTS_SHARE = 0.7  # share of the product rate that prefill reaches
 
@@ -38,8 +38,8 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts of vLLM's CUDA graphs. Steps are padded to them.
 
-    Orrery raises vLLM's limit of 512 for steps with prefill. With data parallelism the limit stays,
-    because all ranks pad to the largest step.
+    Orrery raises vLLM's limit of 512 for steps with prefill, except with data parallelism, because
+    then all ranks pad to the largest step.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
@@ -50,7 +50,7 @@ def graph_sizes(inference: Inference) -> list[int]:
 
 
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
-    """Return one device's bytes: (all weights, routed experts).
+    """Return a device's bytes of (all weights, routed experts).
 
     Norms, routers, indexers and down-projections of latent attention are replicated.
     """
@@ -124,14 +124,13 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 
 def memory_of(manifest: Manifest, shape: Inference) -> Bytes:
-    """Return a device's bytes by use."""
     is_gpu = manifest.hardware.accelerator != "cpu"
     return memory(manifest.model, shape, is_gpu, manifest.transport.weights == "adapters")
 
 
 @dataclass(frozen=True)
 class Serving:
-    """`prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts."""
+    """An engine's load. `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: rollouts."""
 
     prompt: float
     sampled: float
@@ -181,7 +180,7 @@ def prefill_s(
     model: Model, inference: Inference, prompt: float, rates: Rates, network: float
 ) -> float:
     core = attention_forward(model, [int(prompt)]) / rates.attention_flops
-    # Each tensor-parallel rank computes all scores, in FP8 at bfloat16's rate.
+    # Each tensor-parallel rank computes all indexer scores, in FP8 at bfloat16's rate.
     scores = indexers(model, [int(prompt)]) / rates.dense_flops
     dense = rates.dense_flops if inference.quantization == "none" else rates.fp8_flops
     products = 2 * prompt * active_parameters(model).total / (PRODUCTS_SHARE * dense)

@@ -100,7 +100,7 @@ def choose_options(
     host_bytes: int = sys.maxsize,
     max_tier: int = 2,
 ) -> ChosenOptions:
-    """Return the cheapest options that free `needed_bytes`, or the options that free most.
+    """Return the cheapest options that free `needed_bytes`, or else the options that free most.
 
     `host_bytes`: a rank's free host memory.
     """
@@ -352,8 +352,8 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
     return text + values
 
 
-FRAGMENTATION = 0.065  # the allocator's lost / allocated bytes, median in benchmarks/trainer
-LARGEST_ERROR = 0.1  # bounds the errors in benchmarks/trainer/planned.json
+FRAGMENTATION = 0.065  # median of the allocator's unusable / allocated bytes in benchmarks/trainer
+LARGEST_ERROR = 0.1  # bounds the relative errors in benchmarks/trainer/planned.json
 GIB = 2**30
 
 
@@ -377,7 +377,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def memory_doubts(run: Manifest) -> Iterator[str]:
-    """Yield a sentence per role whose planned memory exceeds its device's but may still fit."""
+    """Yield a sentence per role that may not fit, as its planned memory exceeds a device's."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face" or any(memory_misfits(run)):
         return
@@ -408,8 +408,8 @@ def _trainer_sentence(found: "_TrainerMisfit", capacity: int, needs: str, doubt:
 def fitting_fields(run: Manifest) -> dict[str, Any]:
     """Return new values by manifest field that make the engines fit into device memory.
 
-    If engines already fit, make the trainer fit, without more devices. Return {} if the run fits
-    or no change suffices.
+    If engines fit, make the trainer fit, without more devices. Return {} if the run fits or no
+    change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":

@@ -5,7 +5,7 @@
 arXiv 2204.02311, app. B). Sparse attention adds 6 · L · H · (2C + R) per query and chosen key, with
 latent width C and rotary width R of keys.
 
-Adapters are not counted.
+FLOPs of adapters are not counted.
 """
 
 import math
@@ -21,7 +21,7 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """`shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
+    """A block's weight. `shape`: (rows, columns), (experts, rows, columns) or (size,).
 
     `num_matrices`: matrices stacked along rows, such as 2 for gate and up.
     `has_fp8`: products may run in FP8.
@@ -165,7 +165,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Count indexers as frozen. With `adapters`, only adapters are trained."""
+    """Count indexers as frozen. With `adapters`, count only adapters as trained."""
     kinds: dict[tuple[bool, str], tuple[UnitParameters, int]] = {}
     layers: list[UnitParameters] = []
     largest = 0
@@ -251,10 +251,7 @@ def active_parameters(model: Model) -> Flops:
 
 
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
-    """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
-
-    `frozen`: weights are frozen (LoRA).
-    """
+    """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens."""
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
     attention = 3 * attention_forward(model, lengths) + indexers(model, lengths)
@@ -290,7 +287,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def attends_sparsely(model: Model, lengths: Sequence[int], cp: int) -> bool:
-    """Return whether attention reads chosen latent keys: with indexers, always if `cp` > 1."""
+    """Return whether attention reads only chosen keys, as indexers always do if `cp` > 1."""
     has_indexer = model.mla is not None and model.mla.indexer is not None
     return has_indexer and (cp > 1 or _is_sparse(model, lengths))
 

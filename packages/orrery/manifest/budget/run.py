@@ -1,7 +1,7 @@
 """Plan each role's memory, the time of a step, and the bytes between roles.
 
-Memory is planned for rollouts of maximum length, time for rollouts of mean length. A second time
-is for lengths that spread: exponential, cut at the maximum (the distribution of largest entropy).
+Memory is planned for rollouts of maximum length, time for rollouts of mean length. `spread_step_s`
+is for exponentially distributed lengths (largest entropy), truncated at the maximum.
 
 Trainer and engines overlap, so the slower role sets the step's time. On shared devices they take
 turns.
@@ -35,12 +35,12 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 Bytes = dict[str, int]
 NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
-COLUMN_BYTES = 17  # per token: id, mask, log-prob, version, advantage
+COLUMN_BYTES = 17  # bytes per token: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes/s of 'nccl' and 'nixl' weight updates
 UPDATE_S = 0.05  # time to pause and resume engines
-LENGTHS = 256  # quantiles of rollout lengths that spread, for engines
-FILE_BYTES = 1e9  # file bytes/s of a node
-KINDS = {  # trainer memory → categories of `MemoryPlan`
+LENGTHS = 256  # quantiles of exponential rollout lengths in the engines' plan
+FILE_BYTES = 1e9  # bytes/s at which a node reads or writes files
+KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
     "optimizer": ("optimizer state",),
@@ -77,14 +77,14 @@ class RunBudget:
     step_s: float
     slower: str
     num_steps: int
-    spread_step_s: float  # for lengths that spread around the mean
+    spread_step_s: float  # for exponential rollout lengths
     longest_step_s: float  # for rollouts of maximum length
     staleness: float
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # per step, by direction
-    collective_bytes: dict[str, dict[str, float]]  # trainer, per step: by collective and link
+    collective_bytes: dict[str, dict[str, float]]  # of the trainer per step, by collective and link
     layer_gather_bytes: dict[str, int]
     other_ep: dict[str, Bytes]  # "with ep N" → change of memory by kind
     assumptions: tuple[str, ...]
@@ -97,7 +97,7 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """`tokens`: mean of a rollout. `network`: a device's bytes/s between nodes."""
+    """`tokens`: mean tokens of a rollout. `network`: a device's bytes/s between nodes."""
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
     return RunBudget(
@@ -133,8 +133,8 @@ def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
 
 
 def spread(mean: float, longest: int, count: int) -> list[float]:
-    """Return quantiles of the exponential distribution below `longest` that has this mean."""
-    low, high = -200.5, 200.0  # the distribution's rate · longest, which is 0 at no step
+    """Return quantiles of the exponential distribution with this mean, truncated at `longest`."""
+    low, high = -200.5, 200.0  # bounds of rate · longest. Bisection never tries 0.
     for _ in range(60):
         rate = (low + high) / 2
         top = -math.expm1(-rate)
@@ -142,12 +142,12 @@ def spread(mean: float, longest: int, count: int) -> list[float]:
             -math.log1p(-top * (number + 0.5) / count) / rate * longest for number in range(count)
         ]
         low, high = (rate, high) if sum(found) > mean * count else (low, rate)
-    scale = mean * count / sum(found)  # the mean of a very short or long one is out of reach
+    scale = mean * count / sum(found)  # Bisection cannot reach extreme means.
     return [min(float(longest), scale * length) for length in found]
 
 
 class RunPlan:
-    """`is_spread`: plan lengths that spread around the mean, not rollouts of the mean length."""
+    """`is_spread`: plan exponential rollout lengths instead of equal lengths."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class RunPlan:
         in_flight = self.manifest.orchestrator.admission.max_in_flight / decoding
         sampled = self.tokens - self.prompt
         answers = [max(0.0, length - self.prompt) for length in self.lengths(LENGTHS)]
-        # A longer answer is in flight for longer.
+        # A length-biased mean, because longer answers are in flight for longer.
         in_flight_sampled = sum(each * each for each in answers) / sum(answers)
         load = Serving(self.prompt, in_flight_sampled, in_flight)
         batch = engine.batch_size(model, inference, load)
@@ -309,7 +309,7 @@ class RunPlan:
         return {"bytes": replicas * whole, "seconds": seconds}
 
     def loading(self) -> dict[str, dict[str, float]]:
-        """Return bytes and seconds of a node's reads of start weights, by role.
+        """Return bytes and seconds of a node's reads of initial weights, by role.
 
         A node reads each byte once, into its page cache.
         """
@@ -334,7 +334,7 @@ class RunPlan:
     def checkpoint(self) -> dict[str, float]:
         """Return bytes and seconds of a save. Training waits only for "waits_s".
 
-        "disk_bytes": most bytes on disk in an RL stage, with one checkpoint being written.
+        "disk_bytes": maximum on disk during RL, including an unfinished checkpoint.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)

@@ -21,7 +21,7 @@ from orrery.manifest.plan import check_built
 from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
-ROOM = 0.97  # share of usable memory for a layout
+ROOM = 0.97  # share of usable memory that a layout may take
 SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try, cumulatively
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
@@ -39,9 +39,9 @@ Changes = dict[str, Any]  # new values by field
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed layout of the trainer or of the engines.
+    """A layout of the trainer or the engines.
 
-    `seconds`: to train or generate a batch. `device_bytes`: planned memory.
+    `seconds`: time to train or generate a batch. `device_bytes`: planned memory.
     """
 
     seconds: float

@@ -2,7 +2,7 @@
 
 Torch's allocator reserves more.
 
-Bytes of a value: c in computation, p of a stored weight, r in reductions.
+Variables: c is the bytes of a computed value, p of a stored weight, and r of a reduced value.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,9 @@ CATEGORIES = (
     "LM head",
 )
 # optimizer buckets, in bytes of optimizer state
-OFFLOADED_BYTES = 128 << 20  # with offload, to reach PCIe's rate
-WHOLE_BYTES = 256 << 20  # Muon's, with or without offload, for equal results
-NUM_SLOTS = 3  # buckets on the device
+OFFLOADED_BYTES = 128 << 20  # with offload, large enough for PCIe's full rate
+WHOLE_BYTES = 256 << 20  # Muon's, the same with and without offload, for equal results
+NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of these values
 FREE_SHARE = 0.9  # share of free memory for offloaded state, because plans have errors
@@ -47,7 +47,7 @@ Bytes = dict[str, int]
 class Workload:
     """A context-parallel group's work in a step.
 
-    `tokens`: size of a micro-batch. `document_tokens`: size of the longest document.
+    `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
     `merged_width`: bytes per value of merged weights that LoRA runs send by NCCL or NIXL.
     """
 
@@ -60,7 +60,7 @@ class Workload:
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
     """Return the trainer with the optimizer of `stage` ("sft" or "rl"), and the workload.
 
-    Samples have maximum length.
+    The workload's samples have maximum length.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
@@ -102,7 +102,7 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """`device_bytes`: for the LM head's "auto" chunks."""
+    """`device_bytes`: device memory. It sets the LM head's "auto" chunks."""
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())
@@ -294,7 +294,7 @@ class _StepPlan:
         return self.c * unit.gathered(self.ep) if self.is_sharded else 0
 
     def prefetched(self, unit: UnitParameters) -> int:
-        """Return the bytes of a gather ahead of use. A single shard is not gathered, only cast."""
+        """Return the bytes gathered before use. A single shard is only cast, at use."""
         if not self.is_sharded or self.shards == 1:
             return 0
         experts = (unit.trained_experts + unit.frozen_experts) // self.ep
@@ -309,7 +309,7 @@ class _StepPlan:
         return width * unit.gathered_trained(self.ep)
 
     def during_backward(self, unit: UnitParameters) -> int:
-        """Return the bytes of a block's gradients. A compute copy's moves when it is complete."""
+        """Return the bytes of a block's gradients. Compute copies have one gradient at a time."""
         if not self.trainer.has_compute_copies:
             return self.own(unit)
         moved = self.reduced_gradient(unit) - self.earlier_gradient(unit)
@@ -351,10 +351,10 @@ class _StepPlan:
 
 @dataclass(frozen=True)
 class StateRooms:
-    """Bytes of offloaded optimizer state that fit below the planned peak, by block.
+    """Bytes of offloaded optimizer state that fit below the planned peak memory, by block.
 
-    `forward`, `backward`, `head`: during passes of the block or the LM head in the first
-    micro-batch. `arriving`: from the block's last backward pass to the step's end.
+    `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during the LM
+    head's. `arriving`: from the block's last backward pass to the step's end.
     """
 
     forward: tuple[int, ...]
@@ -388,10 +388,10 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # `first` omits unsharded gradients that wait for later micro-batches.
+    # The plan `first` omits unsharded gradients that wait for later micro-batches.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # maximum use from each moment on
+    # maximum used bytes from each moment to the last
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

@@ -1,7 +1,7 @@
 """Estimate the seconds of a trainer's step, and the bytes of its collectives.
 
 FSDP's collectives overlap with computation. Exchanges of context and expert parallelism do not.
-Exposed time is not hidden by computation. Constants are fitted to profiled steps.
+Computation does not hide exposed time. Constants are fitted to profiled steps.
 `benchmarks/trainer/planned.py` prints the errors.
 """
 
@@ -31,15 +31,15 @@ LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
 IDLE_SHARE = 0.015  # idle share of a step
 EAGER = 2.5  # bytes of elementwise operations: eager / compiled
 FORWARD_SHARE = 0.3  # the forward pass's share of computation
-BOTH_WAYS = 0.85  # share of the host link's rate that each direction has if both are busy
+BOTH_WAYS = 0.85  # each direction's share of the host link's rate if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 MUON_SHARE = 0.7  # share of the dense rate that Newton-Schulz products reach
 # Shares of the dense rate, from benchmarks/trainer/context_rank.json and glm5_rank.json
 SPARSE_FORWARD_SHARE = 0.75
 SPARSE_BACKWARD_SHARE = 0.5
-INDEXER_SHARE = 0.89  # scores in FP8, and the choice of keys
+INDEXER_SHARE = 0.89  # FP8 scores, and the choice of keys
 FP8_EXPERTS_SHARE = 0.6  # share of the FP8 rate that experts reach, quantization included
-EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for token counts
+EXPERT_WAIT_S = 7e-3  # the host's wait for token counts, per MoE block and micro-batch
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
 HOST_OPTIMIZER = 32e9  # bytes/s of optimizer and gradient sums on the host
 
@@ -60,7 +60,7 @@ class Links:
 
 
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
-    """Return the rates of collectives. `network`: a device's bytes/s between nodes."""
+    """Return rates of collectives. `network`: a device's bytes/s between nodes."""
 
     def of(ranks: int) -> float:
         return rates.link_bytes if ranks <= devices_per_node else network
@@ -89,7 +89,7 @@ def step_s(
     "communication" is exposed time only. The sum excludes "communication in all".
 
     `lengths`: tokens of each document of a context-parallel group.
-    `streams_state`: whether offloaded state is also copied beside the passes.
+    `streams_state`: whether offloaded state is also copied during both passes.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -161,11 +161,12 @@ def _computation(
 def _attention_s(
     model: Model, operations: float, lengths: Sequence[int], cp: int, rates: Rates
 ) -> float:
-    """Return the seconds of `operations`, a backward pass's and one or more forward passes'."""
+    """Return the seconds of `operations` in a backward pass and at least one forward pass."""
     if not attends_sparsely(model, lengths, cp):
         mean = sum(n * n for n in lengths) / max(1, sum(lengths))
         return operations / rates.attention_flops * (1 + rates.attention_half_tokens / max(1, mean))
-    backward = 2.5 * attention_forward(model, lengths, cp)  # 5 products, and 2 forward
+    # Attention has 5 backward products per 2 forward products.
+    backward = 2.5 * attention_forward(model, lengths, cp)
     forward_s = (operations - backward) / (SPARSE_FORWARD_SHARE * rates.dense_flops)
     return forward_s + backward / (SPARSE_BACKWARD_SHARE * rates.dense_flops)
 
@@ -173,9 +174,8 @@ def _attention_s(
 def _adapter_bytes(model: Model, trainer: Trainer) -> tuple[float, float]:
     """Return the bytes per token of products with adapters: (outside experts, in experts).
 
-    Adapters are so narrow that memory limits their products. A forward pass reads the inputs, and
-    adds to the outputs. A backward pass reads the outputs' gradients twice and the inputs once, and
-    adds to the inputs' gradients.
+    Memory limits these products, because adapters are narrow. A forward and backward pass move each
+    input and output four times, gradients included.
     """
     found = [0.0, 0.0]
     if trainer.lora is None:
@@ -233,7 +233,7 @@ def _offload_s(
     """Return the exposed seconds of activation offload.
 
     The forward pass hides copies to the host. A block's backward pass hides copies of the blocks
-    before it. The blocks that are still on their way to the host then stay on the device.
+    before it. The last blocks, still in flight to the host, stay on the device.
     """
     if not trainer.memory.activation_offload:
         return 0.0
@@ -250,7 +250,7 @@ def _offload_s(
 def _cpu_offload_s(
     trainer: Trainer, counted: ParameterCounts, micro_batches: int, rates: Rates
 ) -> float:
-    """Return the seconds of copies of weights and gradients from and to the host."""
+    """Return the seconds of copies of weights from the host, and of gradients to it."""
     shards = trainer.mesh.dp_shard * trainer.mesh.cp
     gathers, reductions = _collectives(trainer, micro_batches)
     weights = DTYPE_BYTES[trainer.param_dtype] * counted.total / shards
@@ -290,7 +290,7 @@ def _communication(
 def _optimizer_s(
     model: Model, trainer: Trainer, trained: float, rates: Rates, link: Links
 ) -> tuple[float, float, float]:
-    """Return (seconds of kernels, values in states, seconds of Muon's all-to-alls).
+    """Return (seconds of kernels, values of optimizer state, seconds of Muon's all-to-alls).
 
     Constants from 24 to 60 are bytes moved per value, including the gradient's norm and scaling.
     """
@@ -320,10 +320,7 @@ def _optimizer_s(
 def _state_copies_s(
     num_bytes: float, room: int, micro_batch_s: float, has_more: bool, rates: Rates
 ) -> float:
-    """Return the exposed seconds of copies of offloaded states.
-
-    `room`: device bytes for states copied outside the optimizer step.
-    """
+    """Return the exposed seconds. `room`: device bytes for states copied outside the optimizer."""
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
     beside_s = micro_batch_s if has_more else micro_batch_s - backward_s
@@ -331,10 +328,7 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, values in sharded matrices, operations per iteration).
-
-    A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes 4·m²·n + 2·m³ operations.
-    """
+    """Return (values that Muon updates, values in sharded matrices, operations per iteration)."""
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
         for weight in block_weights(model, layer):
@@ -342,9 +336,9 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Experts do not count, because each expert's matrix is on a single rank.
+            # Matrices of experts do not count, because each is on a single rank.
             split += weight.size if len(weight.shape) == 2 else 0
-            operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
+            operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)  # Newton-Schulz
     return values, split, operations
 
 
@@ -397,7 +391,7 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     of_weights, of_experts = 1 - 1 / shards, 1 - mesh.ep / shards
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
-        # expected ranks with a token's experts, for uniform routing
+        # expected number of ranks with a token's experts, if routing is uniform
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
@@ -476,7 +470,7 @@ def _num_moe_blocks(model: Model) -> int:
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the values that a rank sends per token to each other cp rank."""
+    """Return the values that a rank sends to each other rank of its cp group, per token."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
