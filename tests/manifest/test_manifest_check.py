@@ -179,7 +179,8 @@ SENTENCES = [
     ),
     (
         broken("inference.prefill_replicas", 1),
-        "inference.prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
+        "inference.prefill_replicas 1 of num_replicas 1 leave no engine to decode; choose from "
+        "0 to 0",
     ),
     (
         broken("inference.kv_transfer", {"kind": "none"}, NODES),
@@ -224,18 +225,18 @@ SENTENCES = [
     ),
     (
         broken("transport.weights", "adapters"),
-        "transport.weights 'adapters': the trainer has none; set trainer.lora, or "
+        "transport.weights 'adapters': the trainer has no adapters; set trainer.lora, or "
         "transport.weights to 'files'",
     ),
     (
         broken("trainer.lora", {**ADAPTERS, "targets": ["attention", "experts"]}),
-        "trainer.lora.targets ['experts']: family 'qwen3' with these layers has none; choose "
-        "from ['attention', 'feed_forward']",
+        "trainer.lora.targets ['experts']: family 'qwen3' with these layers has no such part; "
+        "choose from ['attention', 'feed_forward']",
     ),
     (
         broken("trainer.lora", {**ADAPTERS, "targets": ["feed_forward"]}, SPARSE),
-        "trainer.lora.targets ['feed_forward']: family 'qwen3_moe' with these layers has none; "
-        "choose from ['attention', 'experts']",
+        "trainer.lora.targets ['feed_forward']: family 'qwen3_moe' with these layers has no such "
+        "part; choose from ['attention', 'experts']",
     ),
     (
         broken(CHECKPOINTING, {"kind": "modules", "modules": ["norms", "router"]}),
@@ -461,7 +462,8 @@ SENTENCES = [
     ),
     (
         broken("trainer.lora", ADAPTERS, SPARSE_ATTENTION),
-        "trainer.lora.targets ['attention']: family 'glm5' with these layers has none; choose from",
+        "trainer.lora.targets ['attention']: family 'glm5' with these layers has no such part; "
+        "choose from",
     ),
     (
         broken("trainer.indexer", "train"),
@@ -479,8 +481,8 @@ SENTENCES = [
     ),
     (
         REPLAYING,
-        "trainer.indexer_choice 'replay': choices travel with routes; set transport.routed_experts "
-        "to true, or set trainer.indexer_choice to 'own'",
+        "trainer.indexer_choice 'replay': choices of keys are sent with choices of experts; "
+        "set transport.routed_experts to true, or set trainer.indexer_choice to 'own'",
     ),
     (
         LONG,
@@ -935,7 +937,7 @@ MISTAKES = {
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 6",
-        "inference.prefill_replicas 6 of num_replicas 6 leave none to decode",
+        "inference.prefill_replicas 6 of num_replicas 6 leave no engine to decode",
     ),
     "a group of half a node": (
         "runs/words_nodes.jsonnet",

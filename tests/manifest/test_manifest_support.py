@@ -203,13 +203,13 @@ SHARING = [
     ),
     (
         {"hardware": SHARED, "trainer__mesh__dp_shard": 2},
-        "trainer.mesh's dp_replicate·dp_shard·cp 2 exceeds hardware.devices_per_node 1, with "
-        "hardware.shared_devices too; set it to at most 1",
+        "trainer.mesh's dp_replicate·dp_shard·cp 2 exceeds hardware.devices_per_node 1, even "
+        "with hardware.shared_devices; set it to at most 1",
     ),
     (
         {"hardware": SHARED, "inference__tensor_parallel": 4},
-        "inference's devices of all replicas 4 exceeds hardware.devices_per_node 1, with "
-        "hardware.shared_devices too; set it to at most 1",
+        "inference's devices of all replicas 4 exceeds hardware.devices_per_node 1, even "
+        "with hardware.shared_devices; set it to at most 1",
     ),
 ]
 

@@ -163,8 +163,8 @@ def test_targets_choose_what_is_adapted(tmp_path):
             if count is None:
                 with pytest.raises(
                     ValueError,
-                    match=rf"trainer\.lora\.targets \['{target}'\]: family .* has none; choose "
-                    rf"from",
+                    match=rf"trainer\.lora\.targets \['{target}'\]: family .* has no such part; "
+                    rf"choose from",
                 ):
                     manifest(model=MODELS[model], trainer={"lora": fields})
                 continue

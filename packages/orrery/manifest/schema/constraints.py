@@ -32,10 +32,10 @@ from orrery.manifest.schema.trainer_constraints import (
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest, Orchestrator, Tasks
 
-TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
-SEGMENT_BYTES = 16 << 20  # minimum of a Mooncake segment, per device
+TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # names of Snakemake rules
+SEGMENT_BYTES = 16 << 20  # minimum size of a Mooncake segment per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
-INDEXER_BLOCK_TOKENS = 64  # block size of vLLM's indexers
+INDEXER_BLOCK_TOKENS = 64  # cache block size of vLLM's indexers
 CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
 MAX_CHOICE_TOKENS = 16384  # maximum context if engines send their choice of keys
 
@@ -107,7 +107,7 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
         )
     if prefill >= replicas:
         yield (
-            f"inference.prefill_replicas {prefill} of num_replicas {replicas} leave none to "
+            f"inference.prefill_replicas {prefill} of num_replicas {replicas} leave no engine to "
             f"decode; choose from 0 to {replicas - 1}"
         )
     if prefill and transfer == "none":
@@ -198,8 +198,8 @@ def _sharing_misfits(hardware: "Hardware", trainer: int, engines: int) -> Iterat
     ):
         if devices > most:
             yield (
-                f"{field} {devices} exceeds hardware.devices_per_node {most}, with "
-                f"hardware.shared_devices too; set it to at most {most}"
+                f"{field} {devices} exceeds hardware.devices_per_node {most}, even "
+                f"with hardware.shared_devices; set it to at most {most}"
             )
 
 
@@ -284,7 +284,10 @@ def _choice_misfits(run: "Manifest") -> Iterator[str]:
     if not run.model.num_indexers:
         yield f"{what}: family {run.model.family!r} has no indexers here; {off}"
     if not run.transport.routed_experts:
-        yield f"{what}: choices travel with routes; set transport.routed_experts to true, or {off}"
+        yield (
+            f"{what}: choices of keys are sent with choices of experts; set "
+            f"transport.routed_experts to true, or {off}"
+        )
     if (longest := run.inference.max_model_len_tokens) > MAX_CHOICE_TOKENS:
         yield (
             f"{what} with inference.max_model_len_tokens {longest}: a choice has a bit for each "
@@ -443,7 +446,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Experts need whole blocks, because weight updates do not fill vLLM's padding."""
+    """Check FP8. Experts need whole blocks, because weight updates do not fill vLLM's padding."""
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
     if inference.quantization != "fp8":
@@ -491,7 +494,7 @@ def _fp8_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _fp8_inputs(model: Model, inference: Inference) -> Iterator[tuple[str, int, int]]:
-    """Yield (field, width, number of shards) per input of a dense layer."""
+    """Yield (field, width, number of shards) of each input of dense layers."""
     yield "model.hidden_size", model.hidden_size, 1
     if model.family != "hugging_face":
         field, size = "head_dim", model.head_dim
@@ -521,7 +524,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
         )
     if run.transport.weights == "adapters" and trainer.lora is None:
         yield (
-            "transport.weights 'adapters': the trainer has none; set trainer.lora, or "
+            "transport.weights 'adapters': the trainer has no adapters; set trainer.lora, or "
             "transport.weights to 'files'"
         )
     used = [trainer.optimizer, *([] if sft is None else [sft.optimizer])]

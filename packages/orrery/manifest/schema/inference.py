@@ -1,4 +1,4 @@
-"""The fields of engines and routers, and the sizes of KV caches."""
+"""Define the fields of engines, and compute sizes of KV caches."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ from orrery.manifest.schema.model import (
 )
 
 DISK_PAGE_BYTES = 4096
-INDEXER_SCALE_BLOCK = 128  # indexer-key values per scale, in vLLM
+INDEXER_SCALE_BLOCK = 128  # values of indexer keys per scale, in vLLM
 
 
 class NoRouter(Record):
@@ -52,8 +52,6 @@ class NixlKvTransfer(Record):
 
 
 class MooncakeKvTransfer(Record):
-    """Mooncake sends caches from prefill to decode engines."""
-
     kind: Literal["mooncake"]
     protocol: Literal["tcp", "rdma"]
 
@@ -102,7 +100,7 @@ class EngineShape(Record):
 
     - A replica has `data_parallel` · `tensor_parallel` devices on `nodes_per_replica` nodes.
     - `dual_batch_overlap`: exchange half a batch's tokens while the other half computes.
-    - `environment`: environment variables. Orrery's take precedence.
+    - `environment`: environment variables. Orrery's own take precedence.
     """
 
     nodes_per_replica: Count
@@ -132,10 +130,10 @@ class Inference(EngineShape):
     """The engines: `num_replicas` vLLM servers.
 
     - The first `prefill_replicas` engines prefill, the others decode. If it is 0, all do both.
-    - `prefill`: settings of prefill engines. Null: as decode engines.
+    - `prefill`: settings of prefill engines. Null: decode engines' settings.
     - `max_local_prefill_tokens`: maximum uncached tokens of a prompt that a decode engine prefills.
     - `quantization` "fp8": quantize dense layers and experts.
-    - `max_restarts`: maximum restarts of all engines in a day. The next failure ends the stage.
+    - `max_restarts`: maximum restarts of all engines per day. The next failure ends the stage.
     """
 
     num_replicas: Count
@@ -163,9 +161,9 @@ class Inference(EngineShape):
 
 def token_bytes(model: Model, inference: Inference) -> int:
     """Return the KV cache bytes of a token on one device."""
-    if (mla := model.mla) is None:  # keys and values of this device's heads
+    if (mla := model.mla) is None:
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
-    else:  # latent vector and rotary part
+    else:
         numbers = mla.kv_lora_rank + mla.rope_head_dim
     return numbers * model.num_layers * DTYPE_BYTES[inference.dtype] + indexer_token_bytes(model)
 
@@ -210,14 +208,14 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the disk bytes of a cache block, and of its tokens' routes (chosen experts).
 
-    Routes get twice their space, because they may be evicted in another order than cache blocks.
+    Routes get twice their size, because they may be evicted in another order than cache blocks.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
-    """Return sharded widths as (field, width, field that sets the shards, number of shards)."""
+    """Return sharded widths: (field, width, field that sets the shards, number of shards)."""
     moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
     widths = []
     if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):

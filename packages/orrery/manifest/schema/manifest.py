@@ -1,4 +1,4 @@
-"""The manifest of a run, with the fields of sampling, tasks, transport, stages and hardware."""
+"""Define the manifest and its smaller sections."""
 
 from typing import Annotated, Any, Literal
 
@@ -47,7 +47,7 @@ class Grpo(Record):
 
 
 class MaxRl(Record):
-    """Advantage A = (R − mean(R)) / mean(R), with rewards R of a group. 0 if mean(R) ≤ 0."""
+    """Advantage A = (R − mean(R)) / mean(R), with rewards R of a group. A = 0 if mean(R) ≤ 0."""
 
     kind: Literal["max_rl"]
     group_size: Annotated[int, Field(ge=2)]
@@ -92,8 +92,8 @@ class Evaluation(Record):
 class GuestEngines(Record):
     """Engines that other sites lend (`orrery lend`).
 
-    At most `max_sites` lend engines, and an engine lags at most `max_versions_behind` policy
-    versions. `lease_s`: a site without requests for this time counts as failed.
+    An engine lags at most `max_versions_behind` policy versions. A site that sends no request for
+    `lease_s` counts as failed.
 
     The trainer's site recomputes the log-probs of the share `verified_share` of a guest site's
     rollouts. A rollout's deviation is its mean |Δ log-prob|. A guest site is refused if a deviation
@@ -117,7 +117,7 @@ class Orchestrator(Record):
     only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
 
     `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": count
-    them with reward 0 in evaluations and in their group's mean. They are never trained.
+    them with reward 0 in evaluations and in their group's mean, but never train them.
     """
 
     algorithm: Algorithm
@@ -140,7 +140,7 @@ class Tasks(Record):
     evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
 
 
-DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` that use no files
+DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` that write no files
 
 
 class Transport(Record):
@@ -261,7 +261,7 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The machine. Its shape affects results by the order of reductions.
+    """The machine. Its shape sets the order of reductions, and so affects results.
 
     `accelerator`: "cpu", a key of `devices.DEVICES` or a name from `orrery hardware`.
     `shared_devices`: trainer and engines share the GPUs of one node.
@@ -304,7 +304,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return {node group: devices} in node order."""
+        """Return the number of devices of each node group, in node order."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill
@@ -313,14 +313,14 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return bytes per token of the engines' choice of keys, a bit per key and indexer."""
+        """Return bytes per token of the engines' choice of keys: a bit per key and indexer."""
         if self.trainer.indexer_choice == "own":
             return 0
         return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the token limit of the parts into which SFT cuts texts (data of kind "text")."""
+        """Return the maximum tokens of the parts into which SFT cuts data of kind "text"."""
         limit = self.trainer.memory.max_tokens_per_micro_batch
         return min(limit, self.model.max_positions)
 

@@ -1,4 +1,4 @@
-"""The schema's field types, and the model's fields."""
+"""Define the schema's field types, and the model's fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -71,7 +71,7 @@ class CharacterTokenizer(Record):
 class PretrainedTokenizer(Record):
     """The tokenizer files beside the pretrained weights.
 
-    `sha256`: output of `sha256sum FILES | sha256sum`. FILES: the existing files in this list:
+    `sha256`: output of `sha256sum FILES | sha256sum`. FILES: each of these that exists:
     `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
     `tokenizer_config.json`.
     """

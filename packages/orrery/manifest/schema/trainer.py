@@ -1,4 +1,4 @@
-"""The trainer's fields: mesh, memory, optimizer, schedule, loss, and training at several sites."""
+"""Define the trainer's fields."""
 
 from typing import Annotated, Literal
 
@@ -20,10 +20,10 @@ from orrery.manifest.schema.model import (
 )
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-# Host bytes per trained parameter, in float32
+# host bytes per trained parameter, in float32
 OUTER_BYTES = 8  # weight at the round's start, and outer momentum
 HOST_BYTES = 12  # OUTER_BYTES, and the weight's change Δ
-FEEDBACK_BYTES = 8  # lost and pending errors of the codec
+FEEDBACK_BYTES = 8  # codec errors of the last and current exchange
 
 
 class Mesh(Record):
@@ -34,8 +34,8 @@ class Mesh(Record):
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring. "dsa": ranks gather the keys of latent attention (`model.mla`). "ring" and
       "dsa" assign tokens to ranks in zig-zag order.
-    - `deepep_num_sms`: DeepEP's streaming multiprocessors. Null: its default.
-    - `deepep_token_chunk_size`: maximum tokens of a rank in one exchange. Null: all.
+    - `deepep_num_sms`: streaming multiprocessors for DeepEP. Null: DeepEP's default.
+    - `deepep_token_chunk_size`: maximum tokens of a rank in one exchange. Null: all tokens.
     """
 
     dp_replicate: Count
@@ -61,7 +61,7 @@ class Mesh(Record):
 
     @property
     def sample_multiple(self) -> int:
-        """Return the number that divides each sample's padded length."""
+        """Return the multiple of tokens to which samples are padded."""
         return 2 * self.cp if self.cp > 1 and self.cp_style != "ulysses" else 1
 
     def data_rank(self, rank: int) -> int:
@@ -178,7 +178,7 @@ class Mismatch(Record):
 
     - `*_kl`: KL(engine || trainer) over a batch's trained tokens, including stale tokens.
     - `*_logprob_difference`: mean |Δ log-prob| over these tokens, per engine.
-    - `canary_logprob_difference`: the same on a fixed prompt (the canary), after each weight
+    - `canary_logprob_difference`: this mean on a fixed prompt (the canary) after each weight
       update. Null: no canary.
     """
 
@@ -265,7 +265,7 @@ class Memory(Record):
 class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with frozen W.
 
-    `targets`: adapted projections. "feed_forward": dense feed-forwards and shared experts.
+    `targets`: adapted projections. "feed_forward": dense feed-forward layers and shared experts.
     "experts": routed experts, with a pair A, B per expert.
     """
 
@@ -302,7 +302,7 @@ class OuterSgd(Record):
 class Snapshots(Record):
     """Copies of a site's state in shared memory, for recovery of other sites.
 
-    `keep`: number of copies. `block_bytes`: size of a hashed block.
+    `block_bytes`: size of a hashed block.
     """
 
     keep: Count
@@ -312,7 +312,7 @@ class Snapshots(Record):
 class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
-    - Training starts once `min_sites` have joined. At most `max_sites` train at a time.
+    - Training starts once `min_sites` have joined.
     - A round has `inner_steps` optimizer steps. Then sites exchange Δ = weights at the round's
       start − current weights, encoded by `codec`. `error_feedback` adds codec errors to the next Δ.
     - `weights` "tokens": weight each Δ by its site's tokens since the last exchange.
@@ -352,7 +352,7 @@ class Elastic(Record):
 def host_bytes(elastic: Elastic, num_parameters: int, inner_bytes: int) -> int:
     """Return a rank's host bytes for rounds and snapshots.
 
-    `num_parameters`: the rank's trained parameters. `inner_bytes`: the inner optimizer's state.
+    `num_parameters`: the rank's trained parameters. `inner_bytes`: its optimizer state.
     """
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     held = HOST_BYTES + FEEDBACK_BYTES * elastic.error_feedback
@@ -368,7 +368,7 @@ Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
 
 
 class Trainer(Record):
-    """The RL trainer. SFT has the same mesh, precision and memory.
+    """The RL trainer. SFT has the same mesh, precisions and memory.
 
     - `attention` "auto": the fastest kernel for the device and the tensors.
     - `indexer` "train": sparse attention's indexers learn to predict their layer's attention
@@ -409,7 +409,7 @@ class Trainer(Record):
         return not self.needs_fsdp and self.param_dtype != self.compute_dtype
 
     def is_one_graph(self, model: Model) -> bool:
-        """Return whether torch.compile makes one graph of a block."""
+        """Return whether torch compiles each block as one graph."""
         return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
 
     @property
@@ -424,7 +424,7 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """Return the outputs that are recomputed even if `keep` names them.
 
-        With `cp` or `ep` above 1, torch compiles blocks in parts. Products in these parts have no
-        names to keep.
+        With `cp` or `ep` above 1, torch compiles a block in parts. `keep` cannot name their matrix
+        products.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -1,4 +1,4 @@
-"""Check constraints of the model, of the trainer, and of training at several sites."""
+"""Check constraints of the model, the trainer and elastic training."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -41,7 +41,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
 MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
-PARTS = {  # optional field of `model` → its families
+PARTS = {  # optional field of `model` → families that need it
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
@@ -224,7 +224,7 @@ def recomputable_modules(model: Model) -> list[RecomputedModule]:
     if model.family == "hugging_face":
         return []
     has_experts = "experts" in block_parts(model)
-    has_activation = has_experts and "experts" not in (model.fp8 or ())  # fused in FP8
+    has_activation = has_experts and "experts" not in (model.fp8 or ())  # FP8 experts fuse it
     found: list[RecomputedModule] = ["norms", "attention_projections"]
     found += ["router"] if has_experts else []
     return [*found, "experts_activation"] if has_activation else found
@@ -331,8 +331,8 @@ def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
     has = block_parts(model)
     if lacking := [target for target in lora.targets if target not in has]:
         yield (
-            f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; "
-            f"choose from {has}"
+            f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has no "
+            f"such part; choose from {has}"
         )
 
 
