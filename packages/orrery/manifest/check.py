@@ -41,7 +41,6 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def meant(name: str, among: list[str]) -> str:
-    """Suggest a run of `among` whose name resembles or contains `name`."""
     near = nearest(name, among) or next((each for each in among if name in each), None)
     if near is not None:
         return f"did you mean {near!r}?"
@@ -99,7 +98,7 @@ def sentence(error: ValidationError) -> str:
 def _num_mistakes(errors: list[Any]) -> int:
     """Count distinct mistakes. A task's copies for training, evaluation and SFT count once."""
 
-    def follows(e: Any) -> bool:  # caused by invalid items, which pydantic drops
+    def follows(e: Any) -> bool:  # pydantic drops invalid items, which shortens the tuple
         inside = (o["loc"] for o in errors if len(o["loc"]) > len(e["loc"]))
         return e["type"] == "too_short" and any(loc[: len(e["loc"])] == e["loc"] for loc in inside)
 

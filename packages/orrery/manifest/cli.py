@@ -319,7 +319,7 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run `program`, print its OrreryError if any, and return the exit code."""
+    """Run `program`, print its OrreryError, and return the exit code."""
     try:
         program()
     except OrreryError as error:

@@ -166,7 +166,6 @@ class _Setting:
 
 
 def line_of(file: Path, path: FieldPath) -> int | None:
-    """Return the number of the first line that sets `path`."""
     return next((each.line for each in _settings(file) if each.keys == path), None)
 
 

@@ -49,7 +49,7 @@ class Evaluator:
         self._lost = self._importer = ""  # a failed import's error and place (" (FILE:LINE)" or "")
 
     def __call__(self, expression: str) -> Any:
-        """Return the value, or raise OrreryError with Jsonnet's message and line."""
+        """Raise OrreryError with Jsonnet's message and line if it fails."""
         import _gojsonnet
 
         try:

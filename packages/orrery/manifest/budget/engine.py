@@ -168,7 +168,7 @@ def decode_s(
 
 
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
-    """Return the cache bytes that a step reads for a sequence of `context` tokens."""
+    """Return the cache bytes that a step reads per sequence of `context` tokens."""
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)

@@ -32,7 +32,7 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# optimizer buckets, in bytes of optimizer state
+# size of an optimizer bucket, in bytes of its state
 OFFLOADED_BYTES = 128 << 20  # with offload, large enough for PCIe's full rate
 WHOLE_BYTES = 256 << 20  # Muon's, the same with and without offload, for equal results
 NUM_SLOTS = 3  # buckets on the device at a time

@@ -350,10 +350,7 @@ class Elastic(Record):
 
 
 def host_bytes(elastic: Elastic, num_parameters: int, inner_bytes: int) -> int:
-    """Return a rank's host bytes for rounds and snapshots.
-
-    `num_parameters`: the rank's trained parameters. `inner_bytes`: its optimizer state.
-    """
+    """Return host bytes for rounds and snapshots of a rank's `num_parameters` trained weights."""
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     held = HOST_BYTES + FEEDBACK_BYTES * elastic.error_feedback
     snapshots = (elastic.snapshots.keep + 1) * snapshot_bytes(num_parameters, inner_bytes)
@@ -409,7 +406,6 @@ class Trainer(Record):
         return not self.needs_fsdp and self.param_dtype != self.compute_dtype
 
     def is_one_graph(self, model: Model) -> bool:
-        """Return whether torch compiles each block as one graph."""
         return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
 
     @property
