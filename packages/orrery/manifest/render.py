@@ -163,7 +163,7 @@ def _of_all_files(
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # a file's stem becomes a Snakemake target
+        if path.stem in TARGETS:
             raise OrreryError(
                 f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"

@@ -130,7 +130,7 @@ def memory_of(manifest: Manifest, shape: Inference) -> Bytes:
 
 @dataclass(frozen=True)
 class Serving:
-    """An engine's load. `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: rollouts."""
+    """An engine's load. `prompt`, `sampled`: mean tokens per rollout. `in_flight`: rollouts."""
 
     prompt: float
     sampled: float

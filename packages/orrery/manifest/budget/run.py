@@ -1,7 +1,7 @@
 """Plan each role's memory, the time of a step, and the bytes between roles.
 
 Memory is planned for rollouts of maximum length, time for rollouts of mean length. `spread_step_s`
-is for exponentially distributed lengths (largest entropy), truncated at the maximum.
+is for exponential lengths, truncated at the maximum (the distribution of largest entropy).
 
 Trainer and engines overlap, so the slower role sets the step's time. On shared devices they take
 turns.
@@ -35,7 +35,7 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 Bytes = dict[str, int]
 NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
-COLUMN_BYTES = 17  # bytes per token: id, mask, log-prob, version, advantage
+COLUMN_BYTES = 17  # bytes of a batch per token: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes/s of 'nccl' and 'nixl' weight updates
 UPDATE_S = 0.05  # time to pause and resume engines
 LENGTHS = 256  # quantiles of exponential rollout lengths in the engines' plan
@@ -332,9 +332,9 @@ class RunPlan:
         }
 
     def checkpoint(self) -> dict[str, float]:
-        """Return bytes and seconds of a save. Training waits only for "waits_s".
+        """Return bytes and seconds of saving a checkpoint. Training waits only for "waits_s".
 
-        "disk_bytes": maximum on disk during RL, including an unfinished checkpoint.
+        "disk_bytes": maximum on disk in an RL stage, including an unfinished checkpoint.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -366,7 +366,7 @@ class RunPlan:
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
             layers, choice = self.model.num_layers, self.manifest.choice_bytes
             layer_bytes = (self.manifest.route_bytes - choice) // layers
-            if not choice:  # rows without chosen keys leave out dense layers
+            if not choice:  # rows of experts leave out dense layers, unless they have chosen keys
                 layers -= moe.num_dense_layers
             found["routed experts to trainer"] = self.batch_tokens * layers * layer_bytes
         if self.manifest.choice_bytes:

@@ -32,12 +32,12 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# size of an optimizer bucket, in bytes of its state
-OFFLOADED_BYTES = 128 << 20  # with offload, large enough for PCIe's full rate
-WHOLE_BYTES = 256 << 20  # Muon's, the same with and without offload, for equal results
+# bytes of optimizer state in a bucket:
+OFFLOADED_BYTES = 128 << 20  # if offloaded, large enough for PCIe's full rate
+WHOLE_BYTES = 256 << 20  # for Muon, offloaded or not, so that results are equal
 NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
-MUON_COPIES = 4  # temporary bfloat16 copies of these values
+MUON_COPIES = 4  # temporary bfloat16 copies of each such value
 FREE_SHARE = 0.9  # share of free memory for offloaded state, because plans have errors
 
 Bytes = dict[str, int]

@@ -1,7 +1,7 @@
 """Estimate the seconds of a trainer's step, and the bytes of its collectives.
 
 FSDP's collectives overlap with computation. Exchanges of context and expert parallelism do not.
-Computation does not hide exposed time. Constants are fitted to profiled steps.
+Exposed time is not hidden by computation. Constants are fitted to profiled steps.
 `benchmarks/trainer/planned.py` prints the errors.
 """
 
@@ -25,9 +25,9 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
-# Share of kernels' rates that collectives take: 16 of 132 multiprocessors, and memory bandwidth
+# Collectives slow kernels by this share: they use 16 of 132 multiprocessors, and bandwidth.
 COLLECTIVES_SHARE = 0.2
-LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
+LAUNCH_S = 0.7e-3  # minimum host time to launch a block's kernels for a micro-batch
 IDLE_SHARE = 0.015  # idle share of a step
 EAGER = 2.5  # bytes of elementwise operations: eager / compiled
 FORWARD_SHARE = 0.3  # the forward pass's share of computation
@@ -320,7 +320,10 @@ def _optimizer_s(
 def _state_copies_s(
     num_bytes: float, room: int, micro_batch_s: float, has_more: bool, rates: Rates
 ) -> float:
-    """Return the exposed seconds. `room`: device bytes for states copied outside the optimizer."""
+    """Return the exposed seconds of state copies.
+
+    `room`: device bytes for states copied outside the optimizer step.
+    """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
     beside_s = micro_batch_s if has_more else micro_batch_s - backward_s
@@ -420,7 +423,7 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return {collective: {link: bytes}} of all ranks in a step.
 
-    "links" are inside nodes, "network" between them.
+    "links" are inside nodes, and "network" is between nodes.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
