@@ -21,7 +21,7 @@ local run =
     orchestrator+: {
       algorithm+: { group_size: 16 },
       rollouts_per_batch: 256,
-      max_off_policy_steps: 4,
+      max_off_policy_steps: 10,  // the longest rollout starts 9 versions before its batch
       sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
       evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },

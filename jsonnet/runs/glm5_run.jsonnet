@@ -6,7 +6,7 @@
     (import 'models/glm5.libsonnet') +
     (import 'hardware/h200.libsonnet') +
     (import 'algorithms/grpo.libsonnet') +
-    (import 'tasks/countdown.libsonnet') +
+    (import 'tasks/long_calculator.libsonnet') +
     (import 'memory/long_context.libsonnet') + {
       local run = self,
       seed: 1,
@@ -25,6 +25,8 @@
         nodes_per_replica: 8,
         data_parallel: 64,
         tensor_parallel: 1,
+        // gathers of all tokens would double a decode step
+        all2all_backend: 'deepep_low_latency',
         // a prompt fills a step of a prefill engine, so graphs gain it nothing
         prefill: self.shape {
           nodes_per_replica: 2,
@@ -34,6 +36,7 @@
           max_num_sequences: 16,
           max_batched_tokens: 16384,
           enforce_eager: true,
+          all2all_backend: 'deepep_high_throughput',
         },
         kv_cache_bytes: 85899345920,
         max_num_sequences: 64,
@@ -43,7 +46,8 @@
         algorithm+: { group_size: 16 },
         admission+: { max_in_flight: 1024 },
         rollouts_per_batch: 256,
-        max_off_policy_steps: 8,
+        // the longest rollout starts 17 versions before its batch
+        max_off_policy_steps: 20,
         evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
       },
       // routed_experts: the trainer uses the experts that the engines chose for each token

@@ -13,7 +13,7 @@ from orrery.manifest.budget import engine, table
 from orrery.manifest.budget.activations import sparse_backward_bytes
 from orrery.manifest.budget.options import fitting_fields, memory_doubts, memory_misfits
 from orrery.manifest.budget.parameters import count_parameters
-from orrery.manifest.budget.run import plan_run, spread
+from orrery.manifest.budget.run import plan_run, spread_lengths
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory
 from orrery.manifest.budget.trainer_time import (
@@ -70,11 +70,64 @@ def test_the_flagships_step_is_planned_in_less_than_four_minutes():
 
 @pytest.mark.parametrize("mean", [2, 100, 4096, 32768, 65536, 120_000, 131_072])
 def test_lengths_that_spread_keep_their_mean_and_the_greatest_length(mean):
-    found = spread(mean, 131_072, 64)
+    found = spread_lengths(mean, 131_072, 64)
     assert found == sorted(found) and found[0] > 0 and found[-1] <= 131_072
     assert sum(found) / 64 == pytest.approx(mean, rel=0.01)
     if mean == 4096:  # far below the greatest: an exponential's mean square is twice the square
         assert sum(each * each for each in found) / 64 == pytest.approx(2 * mean**2, rel=0.1)
+
+
+def test_gathers_of_all_tokens_are_planned_slower_than_an_exchange_by_expert():
+    manifest = run("glm5_run")
+    rates, decode = replace(rates_of("h200"), link_bytes=450e9), manifest.inference
+
+    def seconds(backend, tokens=16.0, **shape):
+        inference = decode.model_copy(update={"all2all_backend": backend, **shape})
+        return engine.exchange_s(manifest.model, inference, tokens, 1, rates, 50e9)
+
+    plain, low, high = (
+        seconds(backend)
+        for backend in ("allgather_reducescatter", "deepep_low_latency", "deepep_high_throughput")
+    )
+    assert low < plain / 3 and high == pytest.approx(low, rel=1e-9)  # eight experts, eight nodes
+    # 64 ranks' tokens for 75 layers, twice: over eight network links of a node, 63 ring steps
+    whole = 2 * 64 * 16 * 6144 * 2
+    start = engine.COLLECTIVE_S + 7 * engine.NETWORK_STEP_S + 56 * engine.LINK_STEP_S
+    assert plain == pytest.approx(75 * (whole * 7 / 8 / 400e9 + 2 * start))
+    two_nodes = {"nodes_per_replica": 2, "data_parallel": 16}
+    assert seconds("deepep_high_throughput", 4096, **two_nodes) == pytest.approx(
+        seconds("deepep_low_latency", 4096, **two_nodes) / 4, rel=0.02
+    )
+    assert seconds("deepep_low_latency", data_parallel=1, nodes_per_replica=1) == 0.0
+
+
+def test_overlap_of_half_batches_hides_the_shorter_of_exchange_and_computation():
+    plain = plan_run(run("glm5_run")).engines["decode_step_s"]
+    assert (
+        plan_run(run("glm5_run", inference__dual_batch_overlap=True)).engines["decode_step_s"]
+        < 0.8 * plain
+    )
+
+
+def test_a_group_prefills_its_prompt_once():
+    alone, group = (
+        plan_run(run("glm4_5_air_8", orchestrator__algorithm__group_size=size)).engines["step_s"]
+        for size in (2, 16)
+    )
+    assert group < alone
+
+
+def test_groups_that_grow_too_old_have_a_line_with_the_bound_that_keeps_them():
+    fields = {"orchestrator__max_off_policy_steps": 8}
+    budget = plan_run(run("glm5_run", **fields))
+    assert budget.too_old["groups"] > 0.5
+    (line,) = (text for text in table.lines(budget) if "too old" in text)
+    bound = int(budget.too_old["steps"])
+    assert f"max_off_policy_steps {bound} keeps all" in line
+    for most in (bound, 20):
+        fields["orchestrator__max_off_policy_steps"] = most
+        assert plan_run(run("glm5_run", **fields)).too_old["groups"] == 0
+    assert plan_run(run("asynchrony_h200_2_synchronous")).too_old["groups"] == 0
 
 
 def test_lengths_that_spread_cost_dense_attention_and_caches_more():

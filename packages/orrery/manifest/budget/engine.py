@@ -31,6 +31,9 @@ SEQUENCE_S = 10e-6  # host time per sampled token: scheduling, log-probs, respon
 LAYER_S = 60e-6  # time of short kernels and gaps, per layer of a decode step
 EXPERTS_SHARE = 0.7  # share of memory bandwidth at which a decode step reads routed experts
 PRODUCTS_SHARE = 0.7  # share of the product rate that prefill reaches
+# Start of a ring collective, a step in a node, a step between nodes: `graph/tuning.cc` of NCCL.
+COLLECTIVE_S, LINK_STEP_S, NETWORK_STEP_S = 14e-6, 1.9e-6, 4e-6
+DEEPEP_SHARE = 0.87  # share of the network's rate in DeepEP's README, 64 GPUs
 
 Bytes = dict[str, int]
 
@@ -164,7 +167,15 @@ def decode_s(
     work = 2 * batch * active_parameters(model).total / inference.tensor_parallel
     computing = max(read / rates.memory_bytes, work / rates.dense_flops)
     host = LAYER_S * model.num_layers + SEQUENCE_S * batch
-    return computing + host + _exchange_s(model, inference, batch, rates, network)
+    reduce = _all_reduce_s(model, inference, batch, rates)
+    exchange = exchange_s(model, inference, batch, 1, rates, network)
+    return host + reduce + _beside(inference, computing, exchange)
+
+
+def _beside(inference: Inference, computing: float, exchange: float) -> float:
+    if inference.dual_batch_overlap:
+        return max(computing, exchange)
+    return computing + exchange
 
 
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
@@ -185,17 +196,46 @@ def prefill_s(
     dense = rates.dense_flops if inference.quantization == "none" else rates.fp8_flops
     products = 2 * prompt * active_parameters(model).total / (PRODUCTS_SHARE * dense)
     computing = scores + (core + products) / inference.tensor_parallel
-    return computing + _exchange_s(model, inference, prompt, rates, network)
+    reduce = _all_reduce_s(model, inference, prompt, rates)
+    steps = prompt / inference.max_batched_tokens
+    exchange = exchange_s(model, inference, prompt, steps, rates, network)
+    return reduce + _beside(inference, computing, exchange)
 
 
-def _exchange_s(
-    model: Model, inference: Inference, tokens: float, rates: Rates, network: float
-) -> float:
+def _all_reduce_s(model: Model, inference: Inference, tokens: float, rates: Rates) -> float:
+    """Return the seconds of tensor-parallel sums: two a layer, which send each value twice."""
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
-    tensor, devices = inference.tensor_parallel, inference.devices_per_replica
-    total = 4 * num_bytes * (tensor - 1) / tensor / rates.link_bytes
-    if (moe := model.moe) is not None and devices > tensor:
-        link = rates.link_bytes if inference.nodes_per_replica == 1 else network
-        rows = num_bytes * min(moe.num_experts_per_token, devices)
-        total += 2 * rows * (devices - 1) / devices / link
-    return total
+    tensor = inference.tensor_parallel
+    return 4 * num_bytes * (tensor - 1) / tensor / rates.link_bytes
+
+
+def exchange_s(
+    model: Model, inference: Inference, tokens: float, steps: float, rates: Rates, network: float
+) -> float:
+    """Return the seconds in which all experts' layers get tokens and return them, in `steps` steps.
+
+    Each data-parallel rank has `tokens` tokens. "allgather_reducescatter" sends all of them to all
+    devices. DeepEP sends a token once per expert ("deepep_low_latency"), or once per node of its
+    experts ("deepep_high_throughput").
+    """
+    devices, nodes = inference.devices_per_replica, inference.nodes_per_replica
+    if (moe := model.moe) is None or devices == inference.tensor_parallel:
+        return 0.0
+    layers, here = model.num_layers - moe.num_dense_layers, devices // nodes
+    start = COLLECTIVE_S + (NETWORK_STEP_S if nodes > 1 else LINK_STEP_S)
+    sent = tokens * model.hidden_size
+    out = back = sent * DTYPE_BYTES[inference.dtype]
+    if inference.all2all_backend == "allgather_reducescatter":
+        start = COLLECTIVE_S + (nodes - 1) * NETWORK_STEP_S + (devices - nodes) * LINK_STEP_S
+        whole = (out + back) * inference.data_parallel
+        between = whole * (nodes - 1) / nodes / (here * network)  # each device's link takes a part
+        seconds = max(between, whole * (devices - 1) / devices / rates.link_bytes)
+    else:
+        if inference.quantization == "fp8":
+            out = sent
+        copies = min(moe.num_experts_per_token, devices)
+        rate = rates.link_bytes if nodes == 1 else DEEPEP_SHARE * network
+        if nodes > 1 and inference.all2all_backend == "deepep_high_throughput":
+            copies = min(moe.num_experts_per_token, nodes)
+        seconds = (out + back) * copies * (devices - 1) / devices / rate
+    return layers * (seconds + 2 * start * steps)

@@ -448,13 +448,11 @@ def _trainer_misfit(
         if run.hardware.shared_devices and stage == "rl":
             room = max(0, capacity - engine_bytes)
         plan = plan_memory(run.model, trainer, load, capacity, counted)
+        needed = least = plan.peak_bytes + sum(unplanned_bytes(run, plan).values())
         if is_certain:
-            needed, total = plan.peak_bytes, plan.peak_bytes + CONTEXT_BYTES
             least = int((1 - LARGEST_ERROR) * plan.peak_bytes) + CONTEXT_BYTES
-        else:
-            needed = total = least = plan.peak_bytes + sum(unplanned_bytes(run, plan).values())
         if least > room:
-            missing = total - room
+            missing = needed - room
             chosen = choose_options(
                 run.model, trainer, load, capacity, missing, counted, max_tier=max_tier
             )

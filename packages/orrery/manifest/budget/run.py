@@ -40,6 +40,7 @@ UPDATE_BYTES = 100e9  # maximum bytes/s of 'nccl' and 'nixl' weight updates
 UPDATE_S = 0.05  # time to pause and resume engines
 LENGTHS = 256  # quantiles of exponential rollout lengths in the engines' plan
 FILE_BYTES = 1e9  # bytes/s at which a node reads or writes files
+COPY_BYTES = 8.8e9  # bytes/s of a rank's copy for a checkpoint: benchmarks/trainer/checkpoint.json
 KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
@@ -80,6 +81,7 @@ class RunBudget:
     spread_step_s: float  # for exponential rollout lengths
     longest_step_s: float  # for rollouts of maximum length
     staleness: float
+    too_old: dict[str, float]  # if lengths spread: see `RunPlan.too_old`
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
     checkpoint: dict[str, float]
@@ -100,6 +102,8 @@ def plan_run(
     """`tokens`: mean tokens of a rollout. `network`: a device's bytes/s between nodes."""
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
+    spread = RunPlan(manifest, tokens, network, one.counted, is_spread=True)
+    longest = RunPlan(manifest, one.longest, network, one.counted)
     return RunBudget(
         roles=one.roles(),
         capacity_bytes=usable_bytes(manifest.hardware.accelerator),
@@ -111,9 +115,10 @@ def plan_run(
         step_s=step_s,
         slower=slower,
         num_steps=manifest.stages.rl.num_steps,
-        spread_step_s=RunPlan(manifest, tokens, network, is_spread=True).pace()[0],
-        longest_step_s=RunPlan(manifest, one.longest, network).pace()[0],
+        spread_step_s=spread.pace()[0],
+        longest_step_s=longest.pace()[0],
         staleness=staleness,
+        too_old=spread.too_old(),
         update=one.update(),
         loading=one.loading(),
         checkpoint=one.checkpoint(),
@@ -132,7 +137,7 @@ def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
     return plan_memory(manifest.model, trainer, load, capacity, counted)
 
 
-def spread(mean: float, longest: int, count: int) -> list[float]:
+def spread_lengths(mean: float, longest: int, count: int) -> list[float]:
     """Return quantiles of the exponential distribution with this mean, truncated at `longest`."""
     low, high = -200.5, 200.0  # bounds of rate · longest. Bisection never tries 0.
     for _ in range(60):
@@ -222,7 +227,7 @@ class RunPlan:
 
     def lengths(self, count: int) -> list[float]:
         if self.is_spread:
-            return spread(self.tokens, self.longest, count)
+            return spread_lengths(self.tokens, self.longest, count)
         return [self.tokens] * count
 
     @cached_property
@@ -253,11 +258,15 @@ class RunPlan:
         step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
         other = inference.of_engine(0)
         prefill = engine.prefill_s(model, other, self.prompt, rates, network)
+        rollouts = self.manifest.orchestrator.rollouts_per_batch
+        group = self.manifest.orchestrator.algorithm.group_size
         decode_s = sampled * step / batch
-        here = prefill if not prefills else 0.0
+        here = 0.0 if prefills else prefill / group
         per_s = decoding * inference.data_parallel / (decode_s + here)
+        prefill_batch_s = 0.0
         if prefills:
-            per_s = min(per_s, prefills * other.data_parallel / prefill)
+            prefill_batch_s = rollouts * prefill / group / (prefills * other.data_parallel)
+            per_s = min(per_s, rollouts / prefill_batch_s)
         return {
             "sequences_a_rank": batch,
             "decode_step_s": step,
@@ -265,7 +274,8 @@ class RunPlan:
             "decode_tokens_per_s_of_a_rank": batch / step,
             "rollouts_per_s": per_s,
             "sampled_tokens_per_s": per_s * sampled,
-            "step_s": self.manifest.orchestrator.rollouts_per_batch / per_s,
+            "step_s": rollouts / per_s,
+            "prefill_s": prefill_batch_s,
         }
 
     def pace(self) -> tuple[float, str, float]:
@@ -284,6 +294,19 @@ class RunPlan:
         if self.manifest.hardware.shared_devices:
             step_s, slower = sum(sides.values()), "both, on the same devices"
         return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
+
+    def too_old(self) -> dict[str, float]:
+        """Return the share of "groups" that the orchestrator drops, and the "steps" that keep all.
+
+        It drops a group whose longest rollout lasts for more than `max_off_policy_steps` + 1 steps.
+        A run with 0 steps waits for its rollouts.
+        """
+        orchestrator, step_s = self.manifest.orchestrator, self.pace()[0]
+        most, group = orchestrator.max_off_policy_steps, orchestrator.algorithm.group_size
+        lengths, token_s = [*self.lengths(LENGTHS), self.longest], self.engines["decode_step_s"]
+        *steps, oldest = [(length - self.prompt) * token_s / step_s for length in lengths]
+        kept = sum(each <= most + 1 for each in steps) / LENGTHS if most else 1.0
+        return {"groups": 1 - kept**group, "steps": math.ceil(oldest) - 1}
 
     def update(self) -> dict[str, float]:
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
@@ -349,7 +372,7 @@ class RunPlan:
             "bytes": whole,
             "disk_bytes": whole * count,
             "rank_bytes": rank,
-            "waits_s": rank / self.rates.host_link_bytes,
+            "waits_s": rank / COPY_BYTES,
             "writes_s": whole / nodes / FILE_BYTES,
         }
 
@@ -412,7 +435,7 @@ class RunPlan:
         accelerator = self.manifest.hardware.accelerator
         said = [
             f"all rollouts have {self.tokens:,.0f} tokens, their mean; --tokens N plans another",
-            f"{self.prompt:,.0f} of them are a prompt that no cache holds",
+            f"{self.prompt:,.0f} of them are a prompt, which a group prefills once",
             f"rates of {accelerator}: {self.rates.source}",
             f"files at {FILE_BYTES / 1e9:g} GB/s a node",
         ]

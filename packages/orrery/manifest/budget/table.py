@@ -303,12 +303,18 @@ def _speed(budget: RunBudget) -> Iterator[str]:
     yield _line(
         "engines", f"{in_seconds(engines['step_s'])} a batch, {sampled:,.0f} sampled tokens/s"
     )
-    yield _line(
-        "one engine rank",
-        f"{engines['sequences_a_rank']:,.0f} sequences, decodes "
-        f"{engines['decode_tokens_per_s_of_a_rank']:,.0f} and prefills "
-        f"{engines['prefill_tokens_per_s_of_a_rank']:,.0f} tokens/s",
+    decodes, prefills = (
+        f"{engines[f'{how}_tokens_per_s_of_a_rank']:,.0f} tokens/s" for how in ("decode", "prefill")
     )
+    yield _line(
+        "a decoding rank",
+        f"{engines['sequences_a_rank']:,.0f} sequences, {decodes}, "
+        f"{in_seconds(engines['decode_step_s'])} a step",
+    )
+    busy = ""
+    if seconds := engines["prefill_s"]:
+        busy = f", busy for {100 * seconds / budget.step_s:.2g} % of a step"
+    yield _line("a prefilling rank", prefills + busy)
     yield _line(
         "spread lengths", f"{in_seconds(budget.spread_step_s)} a step, with exponential lengths"
     )
@@ -317,6 +323,13 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         "all steps", f"{budget.num_steps:,}, {in_seconds(budget.num_steps * budget.step_s)}"
     )
     yield _line("mean staleness", f"about {budget.staleness:.1f} steps")
+    if budget.too_old["groups"]:
+        share, steps = budget.too_old["groups"], budget.too_old["steps"]
+        yield _line(
+            "dropped as too old",
+            f"{share:.0%} of groups, if lengths spread; "
+            f"max_off_policy_steps {steps:.0f} keeps all",
+        )
     yield _line("weight update", f"{in_seconds(update['seconds'])}")
     for role, load in budget.loading.items():
         size, time_s = _gb(load["bytes"]), in_seconds(load["seconds"])
