@@ -11,10 +11,12 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from fp8_layers import SHAPES
 from glm5_rank import FP8
 
 from orrery.manifest.budget.parameters import count_parameters
@@ -48,13 +50,38 @@ def measured() -> Iterator[tuple[str, dict[str, Any]]]:
             bench = row.get("bench") or {}
             if bench.get("peak_allocated_bytes"):
                 name = f"{path.stem.removeprefix('memory_options_')}: {row['variant']}"
-                yield name, bench | {"measured_at": found["measured_at"]}
+                options = bench["options"] | SINCE.get(bench["name"], {})
+                yield name, bench | {"options": options, "measured_at": found["measured_at"]}
+
+
+def measured_layers() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the runs of `fp8_layers.py`, in bfloat16 and FP8."""
+    found = json.loads((HERE / "fp8_layers.json").read_text())
+    rows = {row["variant"]: row for row in found["rows"]}
+    for part, (manifest, layers, fp8, _, routing) in SHAPES.items():
+        options = Options(devices=1, layers=layers, loss="sft", routing=routing)
+        tokens = make_request(load(ROOT / f"manifests/{manifest}.json"), options).load.tokens
+        for parts in (None, fp8):
+            name = f"{part}: {manifest}, {layers} layers, {'FP8' if parts else 'bfloat16'}"
+            yield (
+                f"fp8_layers: {name}",
+                {
+                    "name": manifest,
+                    "options": asdict(options),
+                    "fp8": parts,
+                    "step_s": tokens / rows[name]["value"],
+                    "peak_allocated_bytes": rows[name]["peak_gib"] * GIB,
+                    "measured_at": found["measured_at"],
+                },
+            )
 
 
 def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
-    options = Options(**(bench["options"] | SINCE.get(bench["name"], {})))
+    options = Options(**bench["options"])
     asked = make_request(load(ROOT / "manifests" / f"{bench['name']}.json"), options)
     model, trainer, work = asked.model, asked.trainer, asked.load
+    if bench.get("fp8"):
+        model = model.model_copy(update={"fp8": bench["fp8"]})
     counted = count_parameters(model, trainer.lora)
     peak = plan_memory(model, trainer, work, H200_BYTES, counted).peak_bytes
     lengths = [asked.document_tokens] * (work.tokens // asked.document_tokens * work.micro_batches)
@@ -76,7 +103,7 @@ def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
         "measured_bytes": bench["peak_allocated_bytes"],
         "planned_s": parts["step"],
         "measured_s": bench["step_s"],
-        "allocation_retries": bench["num_allocation_retries"],  # each stops the device
+        "allocation_retries": bench.get("num_allocation_retries"),  # each stops the device
         "planned_parts_s": parts,
     }
 
@@ -107,7 +134,8 @@ def main() -> None:
     one = parser_of(__doc__)
     one.add_argument("--out", type=Path, default=HERE)
     out = one.parse_args().out
-    rows = [*(compared(name, bench) for name, bench in measured()), rank_of_glm5()]
+    runs = [*measured(), *measured_layers()]
+    rows = [*(compared(name, bench) for name, bench in runs), rank_of_glm5()]
     print(f"{'':72}{'GiB':>7}{'planned':>9}{'s':>8}{'planned':>9}")
     for row in rows:
         memory = " " * 16

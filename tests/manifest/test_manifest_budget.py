@@ -450,6 +450,23 @@ def test_fp8_weights_on_gpus_without_fp8_units_save_memory_but_no_time():
     assert narrow.roles[1].memory["weights"] < plain.roles[1].memory["weights"]
 
 
+def test_steps_in_fp8_are_planned_within_a_tenth_of_the_measured_ones():
+    record = ROOT / "benchmarks/trainer/fp8_layers.json"
+    measured = {row["variant"]: row["value"] for row in json.loads(record.read_text())["rows"]}
+    for part, name, layers, document, fp8 in (
+        ("dense", "qwen3_8b_8k", 12, 8192, ["attention", "feed_forward"]),
+        ("mixture", "qwen3_30b_a3b_16k", 5, 16_384, ["attention", "experts"]),
+    ):
+        model = run(name).model.model_copy(update={"num_layers": layers, "fp8": fp8})
+        trainer = run(name).trainer
+        mesh = trainer.mesh.model_copy(update={"dp_shard": 1})
+        trainer = trainer.model_copy(update={"mesh": mesh})
+        lengths = [document] * (16_384 // document)
+        seconds = step_s(model, trainer, 1, lengths, rates_of("h200"))
+        tokens_per_s = measured[f"{part}: {name}, {layers} layers, FP8"]
+        assert 16_384 / seconds["step"] == pytest.approx(tokens_per_s, rel=0.1)
+
+
 def test_planning_imports_no_torch():
     code = (
         "import sys; from orrery.manifest.budget import run, table, options; "

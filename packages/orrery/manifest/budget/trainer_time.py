@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from orrery.manifest.budget.activations import activation_bytes
 from orrery.manifest.budget.parameters import (
+    Flops,
     ParameterCounts,
+    active_parameters,
     attends_sparsely,
     attention_forward,
     block_weights,
@@ -38,7 +40,10 @@ MUON_SHARE = 0.7  # share of the dense rate that Newton-Schulz products reach
 SPARSE_FORWARD_SHARE = 0.75
 SPARSE_BACKWARD_SHARE = 0.5
 INDEXER_SHARE = 0.89  # FP8 scores, and the choice of keys
-FP8_EXPERTS_SHARE = 0.6  # share of the FP8 rate that experts reach, quantization included
+# Shares of the FP8 rate and of memory bandwidth, from benchmarks/trainer/fp8_layers.json
+FP8_GRADIENT_SHARE = 0.7  # weight gradients, with blocks of 1 × 128 in both operands
+FP8_EXPERTS_SHARES = 0.9, 0.36  # products of experts, and their weight gradients
+QUANTIZATION_SHARE = 0.6  # quantization of activations by rows and columns
 EXPERT_WAIT_S = 7e-3  # the host's wait for token counts, per MoE block and micro-batch
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
 HOST_OPTIMIZER = 32e9  # bytes/s of optimizer and gradient sums on the host
@@ -95,6 +100,7 @@ def step_s(
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
     tokens = sum(lengths) / mesh.cp
     seconds = _computation(model, trainer, lengths, rates)
+    seconds["elementwise"] += _quantization_s(model, trainer, micro_batches, tokens, rates)
     sharding = 0.0
     if trainer.needs_fsdp:
         sharding = micro_batches * _sharding_bytes(trainer, counted)
@@ -142,6 +148,7 @@ def _computation(
 ) -> dict[str, float]:
     cp, work = trainer.mesh.cp, hardware_flops(model, trainer, lengths)
     tokens = sum(lengths) / cp
+    dense_s, grouped_s = _products_s(model, trainer, work, sum(lengths), rates)
     scores = indexers(model, lengths)
     attention_s = _attention_s(model, work.attention - scores, lengths, cp, rates) / cp
     head_bytes = 4 * tokens * model.vocab_size
@@ -150,8 +157,8 @@ def _computation(
         tokens * each / rates.memory_bytes for each in _adapter_bytes(model, trainer)
     )
     return {
-        "dense products": work.projections / cp / _dense_flops(model, rates) + adapters,
-        "grouped products": work.experts / cp / _grouped_flops(model, rates) + routed,
+        "dense products": dense_s / cp + adapters,
+        "grouped products": grouped_s / cp + routed,
         "attention": attention_s + scores / cp / (INDEXER_SHARE * rates.dense_flops),
         "lm head": work.lm_head / cp / rates.dense_flops + head_bytes / rates.memory_bytes,
         "elementwise": elementwise * (1 if trainer.compile else EAGER) / rates.memory_bytes,
@@ -195,24 +202,66 @@ def _adapter_bytes(model: Model, trainer: Trainer) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _dense_flops(model: Model, rates: Rates) -> float:
+def _products_s(
+    model: Model, trainer: Trainer, work: Flops, num_tokens: int, rates: Rates
+) -> tuple[float, float]:
+    """Return the seconds of products: (outside experts, of experts). `num_tokens`: of the step."""
+    dense_s, grouped_s = work.projections / rates.dense_flops, work.experts / rates.grouped_flops
+    if not model.fp8 or rates.fp8_flops <= rates.dense_flops:
+        return dense_s, grouped_s
+    active = active_parameters(model)
+    per_weight = 0 if trainer.lora is not None else 2 * num_tokens  # of its gradient
+
+    def fp8_s(operations: float, gradients: float, share: float, gradient_share: float) -> float:
+        rest_s = (operations - gradients) / (share * rates.fp8_flops)
+        return rest_s + gradients / (gradient_share * rates.fp8_flops)
+
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
         for weight in block_weights(model, layer)
         if weight.part in ("attention", "feed_forward")
     ]
-    in_fp8 = [each.size for each in weights if each.has_fp8 and each.part in (model.fp8 or ())]
+    in_fp8 = [each.size for each in weights if each.has_fp8 and each.part in model.fp8]
     share = sum(in_fp8) / sum(each.size for each in weights)
-    if not share:
-        return rates.dense_flops
-    return 1 / (share / rates.fp8_flops + (1 - share) / rates.dense_flops)
+    gradients = per_weight * active.projections
+    in_fp8_s = fp8_s(work.projections, gradients, 1.0, FP8_GRADIENT_SHARE)
+    if "experts" in model.fp8:
+        grouped_s = fp8_s(work.experts, per_weight * active.experts, *FP8_EXPERTS_SHARES)
+    return share * in_fp8_s + (1 - share) * dense_s, grouped_s
 
 
-def _grouped_flops(model: Model, rates: Rates) -> float:
-    if "experts" not in (model.fp8 or ()):
-        return rates.grouped_flops
-    return max(rates.grouped_flops, FP8_EXPERTS_SHARE * rates.fp8_flops)
+def _quantization_s(
+    model: Model, trainer: Trainer, micro_batches: int, tokens: float, rates: Rates
+) -> float:
+    """Return the seconds of FP8's elementwise operations in a step of a rank.
+
+    - A product's input and its output's gradient are read, and written in FP8 by rows and columns.
+    - A weight is too, after a copy beside those with the same input. With FSDP, each pass repeats
+      this. Without, a step does it once.
+    - A weight's gradient is zeroed and read in float32, and written.
+    """
+    c, is_trained = DTYPE_BYTES[trainer.compute_dtype], trainer.lora is None
+    per_token = per_step = 0.0
+    for layer in range(model.num_layers):
+        again = trainer.memory.checkpoints(layer)
+        for part in model.fp8 or ():
+            found = [one for one in block_weights(model, layer) if one.part == part and one.has_fp8]
+            if not found:
+                continue
+            is_expert = part == "experts"
+            recomputes = again and ("experts" if is_expert else "projections") not in trainer.kept
+            # All weights but the last have the same input.
+            inputs = (1 + recomputes) * (found[0].shape[-1] + found[-1].shape[-1])
+            rows = model.mixture.num_experts_per_token if is_expert else 1
+            per_token += rows * (c + 2) * (inputs + sum(one.shape[-2] for one in found))
+            size = sum(one.size for one in found) / (trainer.mesh.ep if is_expert else 1)
+            joined = sum(one.size for one in found[:-1]) if len(found) > 2 else 0
+            passes = micro_batches * (2 + recomputes) if trainer.needs_fsdp else 1
+            per_step += passes * ((c + 2) * size + 2 * c * joined)
+            per_step += micro_batches * is_trained * (8 + c) * size
+    quantized_s = tokens * per_token / (QUANTIZATION_SHARE * rates.memory_bytes)
+    return quantized_s + per_step / rates.memory_bytes
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
