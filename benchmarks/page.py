@@ -287,6 +287,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
                 "Planned peak memory of a GPU, Qwen3-30B-A3B",
             ),
             Line("trainer/planned", "Recorded steps whose planned time is within a tenth"),
+            Line(
+                "trainer/published",
+                "Published runs on several nodes whose planned speed is within a quarter",
+            ),
             Line("trainer/checkpoint", "Training blocked by a checkpoint"),
             Line("trainer/sft_data", "SFT: chats to tokens, beside training"),
             Line("trainer/gpu_checks", "Reference checks on a GPU that pass"),
