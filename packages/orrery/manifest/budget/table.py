@@ -327,8 +327,7 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         share, steps = budget.too_old["groups"], budget.too_old["steps"]
         yield _line(
             "dropped as too old",
-            f"{share:.0%} of groups, if lengths spread; "
-            f"max_off_policy_steps {steps:.0f} keeps all",
+            f"{share:.0%} of groups, if lengths spread; max_off_policy_steps {steps:.0f} keeps all",
         )
     yield _line("weight update", f"{in_seconds(update['seconds'])}")
     for role, load in budget.loading.items():
