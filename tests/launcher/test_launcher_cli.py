@@ -25,7 +25,7 @@ from orrery.launcher.runs import RoleStatus, Status, find, place_site
 from orrery.launcher.site import Site, load_site
 from orrery.launcher.supervisor import job
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import Workspace, id12, load
+from orrery.manifest.identity import Workspace, find_workspace, id12, load
 from orrery.runtime.health import HealthFile
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.run_directory import done_path
@@ -421,7 +421,12 @@ def test_a_plan_ends_with_memory_and_time_over_the_sites_network(checkout, capsy
     (checkout / "site.toml").write_text(site)
     out = orrery(capsys, "plan", "glm5_run")[1]
     (note,) = (line for line in out.splitlines() if "note: trainer needs" in line)
-    assert "memory, and slurm.memory_per_node_mb is 16000; raise it, or keep less on hosts" in note
+    sentence = "memory, and slurm.memory_per_node_mb is 16000; raise it, or keep less on hosts"
+    assert note.endswith(f"{sentence}; the start refuses this")
+    pipeline = checked_in(find_workspace())
+    with pytest.raises(OrreryError, match=f"glm5_run: trainer needs .* {sentence}"):
+        pipeline.check_targets(["glm5_run"])
+    pipeline.check_targets(["reverse_text"])
     fast = json.loads(orrery(capsys, "plan", "glm5_run", "--json", "--tokens", "8192")[1])
     assert "network of 40 Gb/s a device" in fast["assumptions"]
     assert fast["tokens"]["all"] == 8192 and fast["step_s"] < fast["longest_step_s"]

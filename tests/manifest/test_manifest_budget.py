@@ -13,7 +13,7 @@ from orrery.manifest.budget import engine, table
 from orrery.manifest.budget.activations import sparse_backward_bytes
 from orrery.manifest.budget.options import fitting_fields, memory_doubts, memory_misfits
 from orrery.manifest.budget.parameters import count_parameters
-from orrery.manifest.budget.run import plan_run, spread_lengths
+from orrery.manifest.budget.run import RoleBudget, plan_run, spread_lengths
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory
 from orrery.manifest.budget.trainer_time import (
@@ -234,11 +234,45 @@ def test_proposed_layouts_can_start_keep_the_devices_and_come_fastest_first(name
         assert [one.seconds for one in found] == sorted(one.seconds for one in found)
         for one in found:
             check_supported(one.manifest)
-            assert one.device_bytes < now.capacity_bytes
+            assert one.role.total_bytes < now.capacity_bytes
             old, new = now.roles, plan_run(one.manifest).roles
             assert [role.num_devices for role in new] == [role.num_devices for role in old]
             assert one.manifest.trainer.optimizer == manifest.trainer.optimizer
             assert one.manifest.orchestrator == manifest.orchestrator
+
+
+def test_layouts_of_separate_prefill_engines_vary_their_number():
+    manifest = run("glm5_run")
+    shapes = list(table._shapes(manifest))
+    prefills = {shape["inference.prefill_replicas"] for shape in shapes}
+    assert prefills == {1, 2, 3, 4}
+    for shape in shapes:
+        decoding = shape["inference.num_replicas"] - shape["inference.prefill_replicas"]
+        each = shape["inference.tensor_parallel"] * shape["inference.data_parallel"]
+        assert decoding * each + 16 * shape["inference.prefill_replicas"] == 128
+
+
+def test_layouts_fit_into_host_memory_and_keep_nothing_that_is_recomputed(monkeypatch):
+    monkeypatch.setattr(table, "SIZES", (1,))
+    monkeypatch.setattr(table, "EVERY", (1,))
+    manifest = run("glm5_run")
+    large, small = (trainer_layouts(manifest, None, None, size) for size in (8e12, 1.5e12))
+    assert large[0].seconds < small[0].seconds
+    assert large[0].role.host_bytes > 1.5e12 >= small[0].role.host_bytes
+    for one in large + small:
+        checkpointing = one.manifest.trainer.memory.activation_checkpointing
+        assert "projections" not in getattr(checkpointing, "keep", ())
+
+
+def test_a_search_shows_no_slower_layout_if_the_run_fits():
+    found = [
+        table.Proposal(seconds, RoleBudget("trainer", 1, {}, 0, 0, 0), {"a": 1}, None)
+        for seconds in (5.0, 12.0)
+    ]
+    assert "1. 5 s" in "".join(table._proposals("trainer", 10.0, True, found))
+    (_, none) = table._proposals("trainer", 5.0, True, found)
+    assert none == "  none is faster than the run as it is"
+    assert "2. 12 s" in "".join(table._proposals("trainer", 5.0, False, found))
 
 
 def test_replicas_prefill_engines_and_a_slow_network_cost_time(monkeypatch):

@@ -185,7 +185,10 @@ def plan(
         print(json.dumps(plan_run(run.manifest, tokens, network).as_json(), indent=2))
         return
     if search:
-        print(*table.search(run.manifest, tokens, network), sep="\n")
+        host = table.HOST_BYTES
+        if site.slurm is not None:
+            host = float(site.slurm.memory_per_node_mb << 20)
+        print(*table.search(run.manifest, tokens, network, host), sep="\n")
         return
     stages = [stage] if stage else run.stages
     if to is not None:
@@ -206,7 +209,8 @@ def plan(
         else:
             lines = [*table.lines(budget)]
             if site.slurm is not None:
-                lines += table.host_notes(budget, site.slurm.memory_per_node_mb)
+                found = table.host_misfits(budget, site.slurm.memory_per_node_mb)
+                lines += [f"  note: {sentence}; the start refuses this" for sentence in found]
             print("\nthe RL stage, planned", *lines, sep="\n")
 
 

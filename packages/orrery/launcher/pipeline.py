@@ -32,6 +32,8 @@ from orrery.launcher.slurm.queue import (
     sbatch_options,
 )
 from orrery.manifest.budget.options import memory_misfits
+from orrery.manifest.budget.run import plan_run
+from orrery.manifest.budget.table import host_misfits
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, pretty_json, run_dir
@@ -212,7 +214,8 @@ class Pipeline:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
             for folder in self.folders.get(target, ()):
-                if found := list(memory_misfits(self.manifests[folder])):
+                manifest = self.manifests[folder]
+                if found := [*memory_misfits(manifest), *self._host_misfits(manifest)]:
                     raise OrreryError(f"{target}: {'; '.join(found)}")
         for target in sorted({*targets} - {*self.folders}):
             marker = MARKER.fullmatch(os.path.normpath(target))
@@ -230,6 +233,15 @@ class Pipeline:
                     f"target {target}: this run has no stage {stage!r}. "
                     f"Choose from {', '.join(stages)}"
                 )
+
+    def _host_misfits(self, manifest: Manifest) -> list[str]:
+        if self.site.slurm is None:
+            return []
+        try:
+            budget = plan_run(manifest)
+        except OrreryError:  # a family that has no plan
+            return []
+        return list(host_misfits(budget, self.site.slurm.memory_per_node_mb))
 
     def _unknown(self, target: str) -> str:
         if target in self.broken:

@@ -263,6 +263,8 @@ ONE_DEVICE: dict[str, int | None] = {
     "data_parallel": 1,
     "nodes_per_replica": 1,
     "expert_parallel": False,
+    "all2all_backend": "allgather_reducescatter",
+    "dual_batch_overlap": False,
     "prefill": None,
 }
 

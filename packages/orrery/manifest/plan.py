@@ -292,6 +292,11 @@ def notes(manifest: Manifest) -> list[str]:
             "if torch cannot compile its blocks into one graph (experts, Mamba); set "
             "trainer.compile to false for such a model"
         )
+    if manifest.model.init.kind == "pretrained" and not manifest.model.init.sha256.strip("0"):
+        said.append(
+            "  note: model.init.sha256 has only zeros, so stage init refuses all weights; type "
+            "`orrery fetch model NAME`, and import the model axis that it writes"
+        )
     has_file = any(use.kind == "dataset" for use in manifest.tasks.train)
     if has_file and manifest.model.init.kind == "random" and manifest.stages.sft is None:
         said.append(

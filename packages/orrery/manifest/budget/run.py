@@ -41,6 +41,7 @@ UPDATE_S = 0.05  # time to pause and resume engines
 LENGTHS = 256  # quantiles of exponential rollout lengths in the engines' plan
 FILE_BYTES = 1e9  # bytes/s at which a node reads or writes files
 COPY_BYTES = 8.8e9  # bytes/s of a rank's copy for a checkpoint: benchmarks/trainer/checkpoint.json
+WEIGHTS = "weights to engines"
 KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
@@ -378,7 +379,7 @@ class RunPlan:
 
     def traffic(self) -> dict[str, float]:
         found = {
-            "weights to engines": self.update()["bytes"],
+            WEIGHTS: self.update()["bytes"],
             "batches to trainer": self.batch_tokens * COLUMN_BYTES,
         }
         if self.inference.prefill_replicas:
@@ -442,6 +443,9 @@ class RunPlan:
         if self.turns > 1:
             turns = f"up to {self.turns} turns"
             said.insert(2, f"{turns}; caches hold earlier turns, tools take no time")
+        shape = self.inference
+        if self.model.moe is not None and shape.devices_per_replica > shape.tensor_parallel:
+            said.append(f"published latencies and rates of {shape.all2all_backend}")
         if self.manifest.hardware.num_nodes > 1:
             said.append(f"network of {8 * self.network / 1e9:,.0f} Gb/s a device")
         return tuple(said)

@@ -3,6 +3,7 @@
 Layouts keep model, optimizer, precisions, and numbers of devices and rollouts.
 """
 
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from orrery.manifest.budget.engine import memory
 from orrery.manifest.budget.options import KEPT, format_value, module_choices
-from orrery.manifest.budget.run import RunBudget, RunPlan
+from orrery.manifest.budget.run import WEIGHTS, RoleBudget, RunBudget, RunPlan
 from orrery.manifest.check import with_values
 from orrery.manifest.devices import usable_bytes
 from orrery.manifest.errors import OrreryError
@@ -21,6 +22,8 @@ from orrery.manifest.plan import check_built
 from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
+HOST_BYTES = 1.9e12  # default memory of a node
+GAIN = 0.01  # least relative gain of a proposed layout, if the run itself fits
 ROOM = 0.97  # share of usable memory that a layout may take
 SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try, cumulatively
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
@@ -41,34 +44,46 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or the engines.
 
-    `seconds`: time to train or generate a batch. `device_bytes`: planned memory.
+    `seconds`: time to train or generate a batch. `role`: its planned memory.
     """
 
     seconds: float
-    device_bytes: int
+    role: RoleBudget
     changes: Changes
     manifest: Manifest
 
 
 def trainer_layouts(
-    run: Manifest, tokens: float | None, network: float | None = None
+    run: Manifest,
+    tokens: float | None,
+    network: float | None = None,
+    host_bytes: float = HOST_BYTES,
 ) -> list[Proposal]:
-    """Return the fastest layouts that fit, one per mesh and kind of activation checkpointing."""
+    """Return the fastest layouts that fit, one per mesh and kind of activation checkpointing.
+
+    `host_bytes`: memory of a node.
+    """
     room, now = _room(run), RunPlan(run, tokens, network)
     if run.hardware.shared_devices:
         room -= max(role.total_bytes for role in now.roles()[1:])
     timed = []
     for changes in _trainer_changes(run):
         plan = RunPlan(_with_trainer(run, changes), tokens, network, now.counted)
+        kept = getattr(plan.trainer.memory.activation_checkpointing, "keep", ())
+        if not {*kept}.isdisjoint(plan.trainer.unseen):
+            continue
         timed.append((plan.trainer_s["step"], len(changes), changes, plan))
     timed.sort(key=lambda one: one[:2])
     found: dict[tuple[Any, ...], Proposal] = {}
     for seconds, _, changes, plan in timed:
         key = plan.trainer.mesh, plan.trainer.memory.activation_checkpointing.kind
-        if key in found or (size := plan.roles()[0].total_bytes) > room:
+        if key in found:
+            continue
+        role = plan.roles()[0]
+        if role.total_bytes > room or role.host_bytes > host_bytes:
             continue
         if (changed := _changed(run, changes)) is not None:
-            found[key] = Proposal(seconds, size, _differences(run, changed), changed)
+            found[key] = Proposal(seconds, role, _differences(run, changed), changed)
             if len(found) == NUM_LAYOUTS:
                 break
     return list(found.values())
@@ -94,9 +109,8 @@ def engine_layouts(
         changed = _with_cache(run, shape, room)
         if changed is not None:
             plan = RunPlan(changed, tokens, network)
-            size = plan.roles()[1].total_bytes
-            differences = _differences(run, changed)
-            found.append(Proposal(plan.engines["step_s"], size, differences, changed))
+            role, differences = plan.roles()[1], _differences(run, changed)
+            found.append(Proposal(plan.engines["step_s"], role, differences, changed))
     return sorted(found, key=lambda one: (one.seconds, len(one.changes)))[:NUM_LAYOUTS]
 
 
@@ -153,14 +167,16 @@ def _meshes(world: int, experts: int) -> Iterator[dict[str, int]]:
 
 def _shapes(run: Manifest) -> Iterator[Changes]:
     one, hardware = run.inference, run.hardware
-    apart = one.prefill_replicas if one.prefill is not None else 0
-    devices = (one.num_replicas - apart) * one.devices_per_replica
-    for tensor, data in product(POWERS[:4], POWERS):
+    is_apart = one.prefill is not None
+    first = one.of_engine(0).devices_per_replica
+    counts = range(1, one.prefill_replicas + 1) if is_apart else (0,)
+    for apart, tensor, data in product(counts, POWERS[:4], POWERS):
+        devices = one.num_devices - apart * first
         replicas, rest = divmod(devices, tensor * data)
         prefill, odd = apart, 0
-        if not apart:
+        if not is_apart:
             prefill, odd = divmod(one.prefill_replicas * replicas, one.num_replicas)
-        if rest or odd or not replicas:
+        if rest or odd or replicas < 1:
             continue
         replicas += apart
         nodes = 1 if hardware.num_nodes == 1 else -(-tensor * data // hardware.devices_per_node)
@@ -272,13 +288,13 @@ def _memory(budget: RunBudget) -> Iterator[str]:
             yield _row(name, row)
 
 
-def host_notes(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
-    """Yield a note per role that needs more host memory than Slurm gives its nodes."""
+def host_misfits(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
+    """Yield a sentence per role that needs more host memory than Slurm gives its nodes."""
     for role in budget.roles:
         needed_mb = -(-role.host_bytes // 2**20)
         if needed_mb > memory_per_node_mb:
             yield (
-                f"  note: {role.role} needs {needed_mb} MB of a node's memory, and "
+                f"{role.role} needs {needed_mb} MB of a node's memory, and "
                 f"slurm.memory_per_node_mb is {memory_per_node_mb}; raise it, or keep less on hosts"
             )
 
@@ -346,7 +362,10 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
     for name, num_bytes in budget.traffic_bytes.items():
         rate = 8 * num_bytes / budget.step_s / 1e9
         speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
-        yield _line(name, f"{_gb(num_bytes)}, {speed} Gb/s")
+        how = f"{speed} Gb/s"
+        if name == WEIGHTS:
+            how = f"all within the {in_seconds(budget.update['seconds'])} of an update"
+        yield _line(name, f"{_gb(num_bytes)}, {how}")
     for name, links in budget.collective_bytes.items():
         network = f", {_gb(links['network'])} between nodes" if links["network"] else ""
         yield _line(name, f"{_gb(links['links'])} inside nodes{network}")
@@ -355,23 +374,34 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
         yield _line("gather of largest layer", ", ".join(gathers))
 
 
-def search(run: Manifest, tokens: float | None, network: float | None) -> Iterator[str]:
+def search(
+    run: Manifest,
+    tokens: float | None,
+    network: float | None,
+    host_bytes: float = HOST_BYTES,
+) -> Iterator[str]:
     now = RunPlan(run, tokens, network)
-    layouts = trainer_layouts(run, tokens, network)
-    yield from _proposals("trainer", now.trainer_s["step"], layouts)
+    sizes = [role.total_bytes for role in now.roles()]
+    layouts = trainer_layouts(run, tokens, network, host_bytes)
+    yield from _proposals("trainer", now.trainer_s["step"], sizes[0] <= _room(run), layouts)
     yield ""
     layouts = engine_layouts(run, tokens, network)
-    yield from _proposals("engines", now.engines["step_s"], layouts)
+    yield from _proposals("engines", now.engines["step_s"], max(sizes[1:]) <= _room(run), layouts)
 
 
-def _proposals(role: str, now_s: float, layouts: list[Proposal]) -> Iterator[str]:
+def _proposals(role: str, now_s: float, fits: bool, layouts: list[Proposal]) -> Iterator[str]:
+    """Yield the layouts, without slower ones if the run `fits`."""
     yield f"{role}: {in_seconds(now_s)} a batch as it is; the fastest layouts that fit:"
-    for number, one in enumerate(layouts, 1):
-        yield f"  {number}. {in_seconds(one.seconds)}, {one.device_bytes / GIB:,.1f} GiB a device"
+    most_s = (1 - GAIN) * now_s if fits else math.inf
+    shown = [one for one in layouts if one.seconds < most_s]
+    for number, one in enumerate(shown, 1):
+        host = f", {one.role.host_bytes / GIB:,.0f} GiB a node" if one.role.host_bytes else ""
+        size = f"{one.role.total_bytes / GIB:,.1f} GiB a device{host}"
+        yield f"  {number}. {in_seconds(one.seconds)}, {size}"
         for field, value in one.changes.items():
             yield f"       {field}: {format_value(value)}"
-        if not one.changes:
-            yield "       the run as it is"
+    if layouts and not shown:
+        yield "  none is faster than the run as it is"
     if not layouts:
         yield "  none: take more devices, a smaller model or shorter rollouts"
 
