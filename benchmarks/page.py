@@ -10,6 +10,8 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ class Line:
     variant: str | None = None
     peer: str | None = None  # name of the compared system, whose value is that of `peer_variant`
     peer_variant: str | None = None
+    peer_detail: tuple[str, ...] = ()  # path of its value in the record's details instead
 
 
 def titan(row: str, title: str, suffix: str, variant: str) -> Line:
@@ -167,6 +170,8 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line(
                 "inference/choice",
                 "Prompt tokens that prefill ranks have cached, chosen by cost, CPU",
+                peer="round robin",
+                peer_detail=("round_robin", "cached_share"),
             ),
             Line(
                 "inference/dynamo_router",
@@ -470,7 +475,10 @@ def figure(line: Line, record: dict[str, Any], variant: str | None) -> Figure:
 
 def row(line: Line, record: dict[str, Any]) -> str:
     shown, peer = figure(line, record, line.variant), ""
-    if line.peer is not None:
+    if line.peer_detail:
+        value = reduce(getitem, line.peer_detail, record["details"])
+        peer = f"{line.peer}: {number(value, shown.unit)}"
+    elif line.peer is not None:
         other = figure(line, record, line.peer_variant)
         limit = goal(other)
         peer = f"{line.peer}: {number(other.value, other.unit)}" + (f" ({limit})" if limit else "")
