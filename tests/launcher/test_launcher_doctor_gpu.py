@@ -87,7 +87,6 @@ def test_a_machine_without_a_device_is_told_so_in_one_sentence(probed, says):
 def test_the_environment_decides_whether_gpus_are_examined(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     there, missing = Answer(0, "590.44\n590.44\n", ""), Answer(None, "", "not found")
-    assert examine_gpus(lambda *_, **__: missing) == []
     (finding,) = examine_gpus(lambda *_, **__: there)
     assert "HARDWARE=cuda" in finding.remedy and not finding.is_required
     for broken in (Answer(9, "", "it failed"), Answer(0, "No devices were found\n", "")):
@@ -104,6 +103,15 @@ def test_the_environment_decides_whether_gpus_are_examined(tmp_path, monkeypatch
 
     assert examine_gpus(ask)[0].is_required
     assert asked[-1] == (sys.executable, "-c", PROBE)
+
+
+def test_a_machine_without_gpus_is_told_what_only_a_gpu_node_can_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (note,) = examine_gpus(lambda *_, **__: Answer(None, "", "not found"))
+    assert not note.is_required
+    for unchecked in ("driver", "device kinds", "GPU memory", "peer access"):
+        assert unchecked in note.found
+    assert "`make setup HARDWARE=cuda && .venv/bin/orrery doctor` on a GPU node" in note.remedy
 
 
 def test_a_run_for_other_hardware_than_the_packages_are_for_is_refused(tmp_path, monkeypatch):

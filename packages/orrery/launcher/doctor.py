@@ -387,7 +387,9 @@ def examine_gpus(ask: Callable[..., Answer]) -> list[Finding]:
     if installed_hardware() == "cuda":
         return judge_gpus(driver, ask(sys.executable, "-c", PROBE, within_s=PROBE_S))
     if driver.code is None:
-        return []
+        found = "none here, so driver, device kinds, GPU memory and peer access are not checked"
+        remedy = "type `make setup HARDWARE=cuda && .venv/bin/orrery doctor` on a GPU node"
+        return [Finding("GPUs", found, remedy, is_required=False)]
     versions = [line for line in driver.out.splitlines() if line[:1].isdigit()]
     if driver.code != 0 or not versions:
         said = " ".join((driver.out + driver.said).split())[:200]
