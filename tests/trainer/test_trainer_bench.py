@@ -628,14 +628,15 @@ def expected_s(optimizer, **options):
     return expected_with(optimizer, **options)["optimizer"]
 
 
-def test_measured_rates_are_a_file_that_plans_read(tmp_path, monkeypatch):
+def test_measured_rates_are_a_file_that_plans_read(tmp_path, monkeypatch, capsys):
     sizes = rates.Sizes(64, ((64, 64), (128, 64)), (2, 32, 32), (32, 128), 2, 1 << 16)
     monkeypatch.setattr(rates, "SMALL", sizes)
     monkeypatch.setattr(rates, "REPEATS", 1)
     monkeypatch.setattr(rates, "link_rates", lambda kind, num_bytes: (2e9, 1e9))
     name, found = rates.measure(torch.device("cpu"))
-    rates.write(tmp_path / f"{name}.json", found)
-    read = read_as(tmp_path / "cpu.json", Rates, "")
+    rates.write(tmp_path / "rates_cpu.json", found, name)
+    assert capsys.readouterr().out.endswith("it is packages/orrery/manifest/rates/cpu.json\n")
+    read = read_as(tmp_path / "rates_cpu.json", Rates, "")
     assert read == found and read.source.startswith("measured on ") and read.link_bytes == 2e9
     numbers = {field: value for field, value in vars(read).items() if isinstance(value, float)}
     assert len(numbers) == 9 and numbers.pop("fp8_flops") == 0

@@ -61,7 +61,7 @@ def main() -> None:
     on_cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     try:
         name, rates = measure(torch.device("cpu" if on_cpu else "cuda"))
-        write(arguments.out or Path(f"{name}.json"), rates)
+        write(arguments.out or Path(f"{name}.json"), rates, name)
     except OrreryError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -108,7 +108,7 @@ def measure(device: torch.device) -> tuple[str, Rates]:
     return name, rates
 
 
-def write(path: Path, rates: Rates) -> None:
+def write(path: Path, rates: Rates, device: str) -> None:
     for field, value in asdict(rates).items():
         print(f"{field:24}{value if isinstance(value, str) else format(value, '.4g')}")
     try:
@@ -117,7 +117,7 @@ def write(path: Path, rates: Rates) -> None:
         raise OrreryError(
             f"--out: {path} cannot be written ({error.strerror}); name a writable file"
         ) from None
-    print(f"wrote {path}; plans read packages/orrery/manifest/rates/{path.name}")
+    print(f"wrote {path}; plans read it once it is packages/orrery/manifest/rates/{device}.json")
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
