@@ -5,7 +5,8 @@
 - Dynamo 1.6 is made for vLLM 0.31. With vLLM 0.32 on CPU its worker starts once two modules that
   text models do not use are replaced.
 - The value is the largest difference between log-probs of answers and those of the weights that the
-  engines should hold, before and after an update. Cached blocks and routes are also counted.
+  engines should hold, before and after an update. Routes are also counted.
+- An engine must find the prompt in its cache under the same salt, and not under another salt.
 - Dynamo listens on every interface, so everything runs in a network namespace, as root.
 
     uv pip install --no-deps --target SITE ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 \\
@@ -44,7 +45,8 @@ from record import ROOT, parser_of, record
 BASE, ENGINES, GOAL = "reverse_text_moe", 2, 1e-4
 HTTP, SYSTEM, EVENTS = 18700, 18701, 18750  # ports. The last two are the first engine's
 START_S = 600.0
-PROMPT, ANSWER_TOKENS = list(range(9, 80)), 8
+PROMPT, ANSWER_TOKENS = [*range(9, 79), *range(9, 51)], 8  # three whole KV blocks, and a half
+OTHER_SALTS = 20  # maximum number of requests until the engine with the cached blocks gets one
 # Modules for image and embedding models, which fail to import on CPU with vLLM 0.32.
 UNUSED = (
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
@@ -195,14 +197,53 @@ def ask(salt: str, name: str = "x") -> dict[str, Any]:
     return call(HTTP, "/inference/v1/generate", body | {"sampling_params": sampling})
 
 
-def cached_tokens() -> float:
-    """Return the prompt tokens that the engines have found in their caches."""
-    pattern = re.compile(r"^vllm:prefix_cache_hits_total\{[^}]*\} (\S+)", re.MULTILINE)
-    total = 0.0
+def counters() -> list[tuple[float, float]]:
+    """Return for each engine the prompt tokens of all requests, and those found in its cache."""
+    names = "queries", "hits"
+    patterns = [re.compile(rf"^vllm:prefix_cache_{one}_total\{{.*\}} (\S+)", re.M) for one in names]
+    found = []
     for index in range(ENGINES):
         with urllib.request.urlopen(f"http://127.0.0.1:{SYSTEM + index}/metrics") as answer:
-            total += sum(map(float, pattern.findall(answer.read().decode())))
-    return total
+            text = answer.read().decode()
+        asked, hits = (sum(map(float, pattern.findall(text))) for pattern in patterns)
+        found.append((asked, hits))
+    return found
+
+
+def ask_counted(salt: str) -> tuple[dict[str, Any], int, float]:
+    """Return an answer, the engine that gave it, and the cached tokens of its prompt."""
+    before, answer, after = counters(), ask(salt, f"salt-{salt}"), counters()
+    changes = [(new[0] - old[0], new[1] - old[1]) for old, new in zip(before, after, strict=True)]
+    [engine] = [index for index, (asked, _) in enumerate(changes) if asked == len(PROMPT)]
+    return answer, engine, changes[engine][1]
+
+
+def measure_salts() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return answers and cached tokens. Raise SystemExit if salts share blocks or find none."""
+    answers, at_first = [], {}
+    for _ in range(ENGINES + 1):  # one engine answers at least twice
+        answer, engine, cached = ask_counted("1")
+        answers.append(answer)
+        if engine in at_first:
+            break
+        at_first[engine] = cached
+    other = []
+    for number in range(OTHER_SALTS):
+        _, index, found = ask_counted(f"other-{number}")
+        other.append(found)
+        if index == engine:
+            break
+    else:
+        raise SystemExit(f"error: {OTHER_SALTS} requests with other salts missed engine {engine}")
+    details = {
+        "prompt_tokens": len(PROMPT),
+        "cached_tokens_first": max(at_first.values()),
+        "cached_tokens_same_salt": cached,
+        "cached_tokens_other_salt": max(other),
+    }
+    if not (cached > 0 == max(other) == details["cached_tokens_first"]):
+        raise SystemExit(f"error: only the same salt should find cached blocks: {details}")
+    return answers, details
 
 
 def difference(module: Any, answer: dict[str, Any]) -> float:
@@ -225,31 +266,22 @@ def every_engine(path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def measure(manifest: Manifest, folder: Path) -> dict[str, Any]:
-    before = cached_tokens()
-    first = ask("1", "first")
-    fresh = cached_tokens()
-    again = ask("1", "again")
-    same_salt = cached_tokens()
-    ask("2", "salt")
-    other_salt = cached_tokens()
+    answers, salts = measure_salts()
     every_engine("pause_generation")
     path = str(folder / "weights/next")
     every_engine("update_weights_from_disk", model_path=path, weight_version="1")
     every_engine("resume_generation")
     versions = [each["version"] for each in every_engine("get_weight_version")]
-    updated = [ask(str(3 + number), f"updated-{number}") for number in range(2 * ENGINES)]
+    updated = [ask(f"updated-{number}", f"updated-{number}") for number in range(2 * ENGINES)]
     old, new = module_of(manifest, 0), module_of(manifest, 1)
     return {
-        "difference_before_update": max(difference(old, each) for each in (first, again)),
+        "difference_before_update": max(difference(old, each) for each in answers),
         "difference_after_update": max(difference(new, each) for each in updated),
         "difference_of_old_weights_after_update": difference(old, updated[0]),
-        "cached_tokens_first": fresh - before,
-        "cached_tokens_same_salt": same_salt - fresh,
-        "cached_tokens_other_salt": other_salt - same_salt,
         "versions": versions,
-        "shape_of_routes": first["choices"][0]["routed_experts"]["shape"],
+        "shape_of_routes": answers[0]["choices"][0]["routed_experts"]["shape"],
         "says_versions_of_tokens": bool(updated[0]["choices"][0].get("weight_versions")),
-    }
+    } | salts
 
 
 def versions(site: Path) -> dict[str, str]:
