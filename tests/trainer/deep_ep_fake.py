@@ -2,7 +2,8 @@
 
 As in https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py): `dispatch` sends each token once to
 each rank with experts for it, with its choices as that rank counts them, −1 elsewhere. `combine`
-sends rows back and sums them. Each is the other's gradient.
+sends rows back and sums them. Each is the other's gradient. test_trainer_deep_ep.py compares the
+parameters with the published ones. The assertions are DeepEP's own.
 """
 
 import importlib.machinery
@@ -14,21 +15,33 @@ import torch.distributed as dist
 
 
 class Config:
-    def get_nvl_buffer_size_hint(self, row_bytes, num_ranks):
-        return row_bytes * num_ranks
+    def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
+        return hidden_bytes * num_ranks
 
-    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
+    def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
+        raise AssertionError("NVSHMEM is disabled during compilation")
 
 
 class Buffer:
     num_sms = 20
 
-    @classmethod
-    def set_num_sms(cls, number):
-        assert number % 2 == 0
-        cls.num_sms = number
+    @staticmethod
+    def set_num_sms(new_num_sms):
+        assert new_num_sms % 2 == 0
+        Buffer.num_sms = new_num_sms
 
-    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
+    def __init__(
+        self,
+        group,
+        num_nvl_bytes=0,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=24,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
+        explicitly_destroy=False,
+        comm=None,
+    ):
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     @staticmethod
@@ -37,7 +50,15 @@ class Buffer:
 
     get_combine_config = get_dispatch_config
 
-    def get_dispatch_layout(self, topk_idx, num_experts):
+    def get_dispatch_layout(
+        self,
+        topk_idx,
+        num_experts,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        assert topk_idx.is_contiguous() and topk_idx.dtype == torch.int64
         owner = topk_idx // (num_experts // self.size)
         is_in_rank = torch.stack([(owner == rank).any(1) for rank in range(self.size)], dim=1)
         return (
@@ -52,13 +73,22 @@ class Buffer:
         self,
         x,
         handle=None,
-        topk_idx=None,
-        topk_weights=None,
+        num_tokens_per_rank=None,
+        num_tokens_per_rdma_rank=None,
         is_token_in_rank=None,
         num_tokens_per_expert=None,
-        **_,
+        topk_idx=None,
+        topk_weights=None,
+        expert_alignment=1,
+        num_worst_tokens=0,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
     ):
+        assert x.is_contiguous()
         if handle is not None:
+            assert topk_idx is None and topk_weights is None
             return (
                 torch.cat(self._trade([x[tokens] for tokens in handle[0]])),
                 None,
@@ -67,6 +97,9 @@ class Buffer:
                 None,
                 None,
             )
+        assert num_tokens_per_rank is not None and is_token_in_rank is not None
+        assert topk_idx.is_contiguous() and topk_weights.is_contiguous()
+        assert topk_weights.dtype == torch.float32
         num_local = len(num_tokens_per_expert) // self.size
         sent = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(self.size)]
         parcels = []
@@ -92,7 +125,21 @@ class Buffer:
             None,
         )
 
-    def combine(self, x, handle, topk_weights=None):
+    def combine(
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        bias=None,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        assert x.is_contiguous()
+        assert topk_weights is None or (
+            topk_weights.is_contiguous() and topk_weights.dtype == torch.float32
+        )
         sent, counts, num_tokens = handle
 
         def summed(values):

@@ -34,6 +34,8 @@ from orrery.trainer.parallel import blocks
 from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import Policy
 
+NVLINK_RANKS = 8  # DeepEP's maximum number of ranks in a group without RDMA
+
 
 def make_exchange(
     backend: str,
@@ -224,7 +226,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size(), self.num_sms)
         x_ND, score_NK, expert_NK, rows_of_expert, handle = _DeepEpDispatch.apply(
-            x_TD, score_TK.float(), expert_TK, buffer, self.num_experts
+            x_TD, score_TK.float().contiguous(), expert_TK.contiguous(), buffer, self.num_experts
         )
         num_local = self.num_experts // self.group.size()
         rows = _rows(expert_NK, num_local, rows_of_expert, experts.row_block)
@@ -253,7 +255,9 @@ def _buffer(group: dist.ProcessGroup, row_bytes: int, num_sms: int | None) -> An
     size = group.size()
     configs = Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)
     nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
-    rdma_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
+    rdma_bytes = 0
+    if size > NVLINK_RANKS:  # a build without NVSHMEM has no size for RDMA
+        rdma_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
     return Buffer(group, nvlink_bytes, rdma_bytes)
 
 
