@@ -377,6 +377,20 @@ SENTENCES = [
         "inference.all2all_backend to 'allgather_reducescatter'",
     ),
     (
+        broken("inference.all2all_backend", "naive"),
+        "inference.all2all_backend: vLLM 0.32 has no backend 'naive' and would run "
+        "'allgather_reducescatter' in its place; set it to 'allgather_reducescatter'",
+    ),
+    (
+        broken("inference.prefill", SHAPE | {"all2all_backend": "pplx"}),
+        "inference.prefill.all2all_backend: vLLM 0.32 has no backend 'pplx' and would run "
+        "'allgather_reducescatter' in its place; set it to 'allgather_reducescatter'",
+    ),
+    (
+        broken("inference.all2all_backend", "nixl_ep"),
+        "inference.all2all_backend = \"nixl_ep\": should be 'allgather_reducescatter', ",
+    ),
+    (
         broken("inference.dual_batch_overlap", True),
         "inference.dual_batch_overlap: vLLM overlaps no exchange of 'allgather_reducescatter'; "
         "set inference.all2all_backend to 'deepep_high_throughput' or 'deepep_low_latency', or "

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from orrery.manifest.schema.model import (
     DTYPE_BYTES,
@@ -116,6 +116,16 @@ class EngineShape(Record):
     ]
     dual_batch_overlap: bool
     environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], str]
+
+    @field_validator("all2all_backend", mode="before")
+    @classmethod
+    def _refuse_removed(cls, backend: object) -> object:
+        if backend in ("naive", "pplx"):
+            raise ValueError(
+                f"vLLM 0.32 has no backend {backend!r} and would run 'allgather_reducescatter' in "
+                "its place; set it to 'allgather_reducescatter'"
+            )
+        return backend
 
     @property
     def devices_per_replica(self) -> int:
