@@ -46,7 +46,7 @@ BASE, ENGINES, GOAL = "reverse_text_moe", 2, 1e-4
 HTTP, SYSTEM, EVENTS = 18700, 18701, 18750  # ports. The last two are the first engine's
 START_S = 600.0
 PROMPT, ANSWER_TOKENS = [*range(9, 79), *range(9, 51)], 8  # three whole KV blocks, and a half
-OTHER_SALTS = 20  # maximum number of requests until the engine with the cached blocks gets one
+TRIES = 20  # maximum number of requests of one kind
 # Modules for image and embedding models, which fail to import on CPU with vLLM 0.32.
 UNUSED = (
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
@@ -131,7 +131,8 @@ def worker_arguments(manifest: Manifest, folder: Path, index: int) -> list[str]:
     from orrery.inference.assemble import server_arguments
 
     words = server_arguments(manifest, folder / "weights/init", index, "127.0.0.1", 0)
-    events = events | {"endpoint": f"tcp://127.0.0.1:{EVENTS + index}"}
+    # Only with a wildcard in its address does vLLM bind the socket that Dynamo connects to.
+    events = events | {"endpoint": f"tcp://*:{EVENTS + index}"}
     return [*without_server_flags(words), "--kv-events-config", json.dumps(events)]
 
 
@@ -218,25 +219,35 @@ def ask_counted(salt: str) -> tuple[dict[str, Any], int, float]:
     return answer, engine, changes[engine][1]
 
 
-def measure_salts() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def most_overlap(folder: Path) -> int:
+    """Return the largest number of a prompt's blocks that the router knew in an engine's cache."""
+    text = re.sub(r"\x1b\[\d*m", "", (folder / "0.log").read_text())  # without colours
+    return max(map(int, re.findall(r"overlap_blocks=(\d+)", text)), default=0)
+
+
+def measure_salts(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return answers and cached tokens. Raise SystemExit if salts share blocks or find none."""
-    answers, at_first = [], {}
-    for _ in range(ENGINES + 1):  # one engine answers at least twice
+    answers: list[dict[str, Any]] = []
+    at_first: dict[int, float] = {}
+    for _ in range(TRIES):  # the engines' events reach the router later than their answers
         answer, engine, cached = ask_counted("1")
         answers.append(answer)
-        if engine in at_first:
+        if engine in at_first and most_overlap(folder):
             break
-        at_first[engine] = cached
+        at_first.setdefault(engine, cached)
+    else:
+        raise SystemExit(f"error: the router saw no cached block in {TRIES} equal requests")
     other = []
-    for number in range(OTHER_SALTS):
+    for number in range(TRIES):
         _, index, found = ask_counted(f"other-{number}")
         other.append(found)
         if index == engine:
             break
     else:
-        raise SystemExit(f"error: {OTHER_SALTS} requests with other salts missed engine {engine}")
+        raise SystemExit(f"error: {TRIES} requests with other salts missed engine {engine}")
     details = {
         "prompt_tokens": len(PROMPT),
+        "overlap_blocks_of_router": most_overlap(folder),
         "cached_tokens_first": max(at_first.values()),
         "cached_tokens_same_salt": cached,
         "cached_tokens_other_salt": max(other),
@@ -266,7 +277,7 @@ def every_engine(path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def measure(manifest: Manifest, folder: Path) -> dict[str, Any]:
-    answers, salts = measure_salts()
+    answers, salts = measure_salts(folder)
     every_engine("pause_generation")
     path = str(folder / "weights/next")
     every_engine("update_weights_from_disk", model_path=path, weight_version="1")
