@@ -25,8 +25,8 @@
         nodes_per_replica: 8,
         data_parallel: 64,
         tensor_parallel: 1,
-        // gathers of all tokens would double a decode step
-        all2all_backend: 'deepep_low_latency',
+        // 'deepep_low_latency' would halve a decode step, but the images hold no DeepEP (containers/README.md)
+        all2all_backend: 'allgather_reducescatter',
         // a prompt fills a step of a prefill engine, so graphs gain it nothing
         prefill: self.shape {
           nodes_per_replica: 2,
@@ -36,7 +36,6 @@
           max_num_sequences: 16,
           max_batched_tokens: 16384,
           enforce_eager: true,
-          all2all_backend: 'deepep_high_throughput',
         },
         kv_cache_bytes: 85899345920,
         max_num_sequences: 64,
@@ -44,10 +43,10 @@
       },
       orchestrator+: {
         algorithm+: { group_size: 16 },
-        admission+: { max_in_flight: 1024 },
+        admission+: { max_in_flight: 2048 },
         rollouts_per_batch: 256,
-        // the longest rollout starts 17 versions before its batch
-        max_off_policy_steps: 20,
+        // the longest rollout starts 29 versions before its batch
+        max_off_policy_steps: 30,
         evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
       },
       // routed_experts: the trainer uses the experts that the engines chose for each token

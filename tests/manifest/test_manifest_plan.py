@@ -29,24 +29,29 @@ def ranks(first: int) -> str:
     return " ".join(f"trainer{rank}/1" for rank in range(first, first + 8))
 
 
-def glm5(trainer_nodes: int) -> dict[str, list[str]]:
-    """Four engines of two nodes prefill, one engine of eight decodes."""
-    engines = ["0: inference0/8 orchestrator0/0", "1: headless0/8"]
-    for index in range(1, 4):
-        engines += [f"{2 * index}: inference{index}/8", f"{2 * index + 1}: headless{index}/8"]
-    engines += ["8: inference4/8", *(f"{node}: headless{node - 5}/8" for node in range(9, 16))]
-    trainers = [f"{16 + number}: {ranks(8 * number)}" for number in range(trainer_nodes)]
+def glm5(prefills: int, decoding: int) -> dict[str, list[str]]:
+    """Engines of two nodes prefill, engines of eight nodes decode, twelve nodes train."""
+    first, engines, headless = 0, [], 0
+    for index in range(prefills + decoding):
+        engines.append(f"{first}: inference{index}/8" + " orchestrator0/0" * (index == 0))
+        size = 2 if index < prefills else 8
+        for node in range(first + 1, first + size):
+            engines.append(f"{node}: headless{headless}/8")
+            headless += 1
+        first += size
+    trainers = [f"{first + number}: {ranks(8 * number)}" for number in range(12)]
+    groups = [f"prefill 0+{2 * prefills}", f"decode {2 * prefills}+{8 * decoding}"]
     return {
         "init": ["all 0+1", "0: trainer0/1"],
-        "rl": ["prefill 0+8", "decode 8+8", f"trainer 16+{trainer_nodes}", *engines, *trainers],
-        "evaluate": ["prefill 0+8", "decode 8+8", *engines],
+        "rl": [*groups, f"trainer {first}+12", *engines, *trainers],
+        "evaluate": [*groups, *engines],
         "report": ["all 0+1", "0: report0/0"],
     }
 
 
 GOLDEN = {
-    "glm5_run": glm5(12),
-    "glm5_run_32": glm5(16),
+    "glm5_run": glm5(4, 1),
+    "glm5_run_32": glm5(2, 2),
     "glm5_shape_smoke": {
         "init": ["all 0+1", "0: trainer0/1"],
         "sft": ["trainer 0+2", "0: trainer0/1", "1: trainer1/1"],

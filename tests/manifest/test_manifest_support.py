@@ -595,39 +595,18 @@ def test_dense_layers_in_fp8_of_broken_blocks_are_refused(name, fields, sentence
 EVERY = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "lost"),
-    [
-        (
-            "qwen3_30b_a3b_16k",
-            {"ep": 8},
-            "['projections']: recomputed, because trainer.compile with cp 1 and ep 8",
-        ),
-        ("qwen3_30b_a3b_16k", {"cp": 8, "dp_shard": 1}, "['projections']: recomputed"),
-        ("qwen3_8b_8k", {"cp": 8, "dp_shard": 1}, "['projections']: recomputed"),
-        ("qwen3_30b_a3b_16k", {}, None),
-    ],
-)
-def test_what_checkpointing_cannot_keep_there_is_told_where_a_run_is_planned(name, mesh, lost):
-    fields = {f"trainer__mesh__{axis}": size for axis, size in mesh.items()}
-    run = changed(name, trainer__memory__activation_checkpointing=EVERY, **fields)
-    said = notes(run)
-    assert (
-        not said
-        if lost is None
-        else f"trainer.memory.activation_checkpointing.keep {lost}" in said[0]
+def test_deepep_and_digests_of_zeros_are_told_where_a_run_is_planned():
+    zeros = "model.init.sha256 has only zeros, so stage init refuses all weights"
+    (said,) = notes(changed("glm5_run"))
+    assert said.startswith(f"  note: {zeros}")
+    assert notes(changed("qwen3_30b_a3b_16k")) == []
+    both = changed(
+        "glm5_run",
+        inference__all2all_backend="deepep_low_latency",
+        trainer__mesh__ep_backend="deepep",
     )
-    assert (
-        notes(
-            changed(
-                name,
-                trainer__memory__activation_checkpointing=EVERY,
-                trainer__compile=False,
-                **fields,
-            )
-        )
-        == []
-    )
+    fields = ("inference.all2all_backend", "trainer.mesh.ep_backend")
+    assert [text.split(":")[1].strip() for text in notes(both)[:2]] == list(fields)
 
 
 def test_keeping_experts_alone_where_there_are_none_is_told():

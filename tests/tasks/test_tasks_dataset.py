@@ -406,8 +406,8 @@ def test_rows_on_both_sides_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ('"\\ud83d x"', "a text has half of a surrogate pair"),
-        ('{"\\ud83d": 1}', "a text has half of a surrogate pair"),
+        ('"\\ud83d x"', "a text has a lone surrogate"),
+        ('{"\\ud83d": 1}', "a text has a lone surrogate"),
         ("[" * 70 + "]" * 70, "values are nested deeper than 64"),
         ("[" * 3000 + "]" * 3000, "values are nested deeper than 64"),
     ],

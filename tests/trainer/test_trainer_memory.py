@@ -24,11 +24,13 @@ from trainer_cases import (
     write_start_weights,
 )
 
+from orrery.kernels import dense_products
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.budget.trainer_memory import NUM_SLOTS
 from orrery.manifest.errors import OrreryError
-from orrery.models import causal_lm
+from orrery.manifest.schema import Lora
+from orrery.models import causal_lm, lora
 from orrery.models.fp8 import WeightCache
 from orrery.models.layers import FeedForward
 from orrery.trainer.learner import count_totals
@@ -401,12 +403,38 @@ def test_a_module_that_exchanges_tensors_of_ranks_is_in_no_graph(monkeypatch):
     assert (counter.frame_count, counter.op_count, traced) == (3, 3, [False] * 2)
 
 
+def test_linear_layers_in_compiled_parts_call_an_operator_only_to_keep_its_results():
+    def layers_of(keep):
+        memory = {**MEMORY, "activation_checkpointing": {"kind": "selective", "keep": keep}}
+        spec = manifest(mesh={"cp": 2, "dp_shard": 1}, trainer={"compile": True, "memory": memory})
+        plain = torch.nn.Linear(8, 8)
+        adapted = lora.AdaptedLinear(
+            torch.nn.Linear(8, 8),
+            Lora(rank=2, alpha=4.0, targets=["attention"], seed=1),
+            torch.float32,
+        )
+        with torch.no_grad():
+            adapted.lora.a.normal_(), adapted.lora.b.normal_()
+        block = torch.nn.Sequential(plain, adapted)
+        network = SimpleNamespace(layers=[block])
+        blocks._name_products(SimpleNamespace(network=network), spec.trainer)
+        x = torch.randn(3, 8)
+        wanted = lora.F.linear(x, plain.weight, plain.bias)
+        wanted = lora.F.linear(wanted, adapted.weight, adapted.bias) + adapted.lora(wanted)
+        with torch.profiler.profile() as profiled:
+            assert torch.equal(block(x), wanted)
+        return sum(event.name == "orrery::linear" for event in profiled.events())
+
+    assert layers_of(["attention", "projections"]) == 2
+    assert layers_of(["attention"]) == 0
+
+
 def test_a_trainer_that_compiles_nothing_starts_without_the_compiler():
     code = "import sys, orrery.trainer.assemble; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_them():
+def test_kept_results_stay_though_a_compiled_part_makes_them():
     """As in a block compiled around an exchange (`cp`, `ep`). The memory plan relies on it."""
     weight, ends = (
         torch.randn(4, 16, 8, requires_grad=True),
@@ -421,6 +449,9 @@ def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_the
     def attend(x):
         q = exchange(x).unsqueeze(1)
         return torch.nn.functional.silu(varlen_attention(q, q, q, documents))
+
+    def project(x):
+        return torch.nn.functional.silu(dense_products.linear(exchange(x), weight[0]))
 
     def products_of_the_backward_pass(block, operation, mesh, *keep):
         memory = {**MEMORY, "activation_checkpointing": {"kind": "selective", "keep": keep}}
@@ -445,6 +476,7 @@ def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_the
             {"ep": 2, "dp_shard": 2},
             ["experts", "attention"],
         ),
+        (project, "orrery::linear", {"cp": 2}, ["experts", "projections"]),
     ):
         torch._dynamo.reset()
         named, unnamed = (

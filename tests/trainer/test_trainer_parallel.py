@@ -101,7 +101,7 @@ TRAINERS = {
     "indexing": {"indexer": "train"},
     "replayed-latent": REPLAYING,
 }
-KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
+KEEPING = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
 FSDP = {"reshard_after_forward": True, "reduce_gradients": "micro_batch", "cpu_offload": False}
 

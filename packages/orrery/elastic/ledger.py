@@ -2,8 +2,9 @@
 
 - Each function returns the next ledger, is idempotent and reads no clock.
 - `live`: ids of the sites with a lease.
-- A round waits for sites. They exchange, then report the state's digest or lost peers.
-- An epoch ends when members or network paths change, or a round restarts.
+- A round gathers sites. They exchange weight changes, then report the new state's digest or the
+  peers that they lost.
+- An epoch is a time with fixed members and network paths. It also ends if a round restarts.
 """
 
 import sys
@@ -121,7 +122,7 @@ def admit(
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # A new epoch invalidates messages of the undone rounds.
+        # After a rewind, a new epoch invalidates messages of the discarded rounds.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -221,11 +222,12 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 
 
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
-    """Commit or restart the exchange once every live member has reported.
+    """Commit or restart the round once every live member has reported.
 
-    With `has_waited`, one report is enough. If no report names a lost peer and most have the same
-    digest, commit the round and drop members without this digest. Otherwise, restart the round
-    with the members that reported, or wait for more sites if these are fewer than `quorum`.
+    After the time limit (`has_waited`), one member's report suffices. If no report names a lost
+    peer and most have the same digest, commit the round and drop members without this digest.
+    Otherwise restart it with the members that reported. If these are fewer than `quorum`, gather
+    sites again.
     """
     if not ledger.is_exchanging:
         return ledger

@@ -306,8 +306,8 @@ async def _healthy(host: str, port: int) -> bool:
 def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return an engine failure's cause: an exception in `log` after byte `begin`, or `error`.
 
-    Read `log` only if `error` refers to it. Prefer unhandled exceptions, then handled exceptions,
-    then consequences of another process's end. Among equals, prefer exceptions logged as ERROR.
+    Read `log` only if `error` refers to it. Prefer unhandled exceptions, then handled ones,
+    then those caused by another process's exit. Among equals, prefer exceptions logged as ERROR.
     """
     if POINTER not in str(error):
         return str(error)

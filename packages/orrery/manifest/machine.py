@@ -258,7 +258,7 @@ def _object(fields: Mapping[str, object]) -> str:
     return "{ " + ", ".join(f"{key}: {spelled(value)}" for key, value in fields.items()) + " }"
 
 
-ONE_DEVICE: dict[str, int | None] = {
+ONE_DEVICE: dict[str, int | str | None] = {
     "tensor_parallel": 1,
     "data_parallel": 1,
     "nodes_per_replica": 1,
@@ -347,7 +347,7 @@ def _changes(manifest: Manifest, machine: Machine) -> list[str]:
         return []
     is_shared = hardware.shared_devices if fits else machine.num_devices == 1
     cache = machine.cache_bytes(is_shared)
-    inference: dict[str, int | None] = {}
+    inference: dict[str, int | str | None] = {}
     if manifest.inference.kv_cache_bytes > cache:
         inference["kv_cache_bytes"] = cache
     lines = [f"  hardware+: {_hardware(machine, is_shared)},"]

@@ -270,15 +270,8 @@ def notes(manifest: Manifest) -> list[str]:
         said += [f"  note: it does not fit either: {text}" for text in more]
     else:
         said += [f"  note: {text}" for text in memory_doubts(manifest)]
-    trainer, mesh = manifest.trainer, manifest.trainer.mesh
-    keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
-    lost = [name for name in keep if name in trainer.unseen]
-    if lost := [name for name in lost if name != "experts" or manifest.model.moe is not None]:
-        said.append(
-            f"  note: trainer.memory.activation_checkpointing.keep {lost}: recomputed, "
-            f"because trainer.compile with cp {mesh.cp} and ep {mesh.ep} cannot keep them; set "
-            "trainer.compile to false to keep them"
-        )
+    trainer = manifest.trainer
+    keep = trainer.kept
     if set(keep) == {"experts"} and manifest.model.moe is None:
         said.append(
             "  note: trainer.memory.activation_checkpointing.keep ['experts']: family "
@@ -292,6 +285,17 @@ def notes(manifest: Manifest) -> list[str]:
             "if torch cannot compile its blocks into one graph (experts, Mamba); set "
             "trainer.compile to false for such a model"
         )
+    shapes = [manifest.inference, manifest.inference.of_engine(0)]
+    named = {
+        "inference.all2all_backend": any("deepep" in one.all2all_backend for one in shapes),
+        "trainer.mesh.ep_backend": trainer.mesh.ep_backend == "deepep",
+    }
+    said += [
+        f"  note: {field}: the images hold no DeepEP; containers/README.md has untried steps that "
+        "build it"
+        for field, is_deepep in named.items()
+        if is_deepep
+    ]
     if manifest.model.init.kind == "pretrained" and not manifest.model.init.sha256.strip("0"):
         said.append(
             "  note: model.init.sha256 has only zeros, so stage init refuses all weights; type "

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from orrery.kernels import sparse_index_fp8
 from orrery.kernels.attention import Documents, varlen_attention
+from orrery.kernels.dense_products import head_products
 from orrery.kernels.fp8.products import Parts
-from orrery.kernels.head_products import head_products
 from orrery.kernels.key_bits import engine_keys
 from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl

@@ -6,7 +6,7 @@ generator seeded by run seed and adapter name. B starts at zero.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,10 @@ class AdaptedLinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.lora = Adapter(linear.weight, lora, dtype)
+        self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) + self.lora(x)
+        return self.product(x, self.weight, self.bias) + self.lora(x)
 
 
 def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ from orrery.runtime.health import (
 )
 
 GRACE_S = 10.0
-DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender ended
+DEADLOCK_S = 120.0  # high, because a message may arrive long after its sender exited
 STILL_S = 40.0  # low, so that a stalled stage ends within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)

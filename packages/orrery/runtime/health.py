@@ -35,8 +35,8 @@ HANG_S = 90.0  # maximum time between heartbeats, which NFS may delay by a minut
 class Wait:
     """A wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: a rank in this wait is late if no rank of its role made progress for that time
-    (`hang_detector`).
+    `behind_s`: if its whole role makes no progress for so many seconds, a rank in this wait counts
+    as late (`hang_detector`).
     """
 
     what: str

@@ -160,7 +160,7 @@ class Renderer:
     ) -> list[Example]:
         """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        Errors begin with the chat's place.
+        `place` names the chat in errors.
         """
         parts = []
         for place, messages, tools in chats:

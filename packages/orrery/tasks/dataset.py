@@ -325,7 +325,7 @@ class Dataset(SingleTurn):
         """Return why the verdict rejects the row's own answer, or None."""
         verdict = self.args.verdict
         try:
-            if verdict.kind == "json_schema":  # the answer is a schema, not a reply
+            if verdict.kind == "json_schema":  # the answer is a schema of replies
                 scorer_of(self._request(at, answer))
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer

@@ -269,7 +269,7 @@ def _check(value: Any, max_depth: int) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError("a text has half of a surrogate pair") from None
+            raise ValueError("a text has a lone surrogate") from None
     elif isinstance(value, dict | list):
         if not max_depth:
             raise ValueError(TOO_DEEP)

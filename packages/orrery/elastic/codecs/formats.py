@@ -55,7 +55,7 @@ class Int8BlockCodec(Codec):
 
 
 class Int8CodebookCodec(Codec):
-    """Encode blocks of 65,536 values by 256 bins over ±6σ, 1.016 bytes a value.
+    """Encode blocks of 65,536 values into 256 bins over ±6σ, 1.016 bytes a value.
 
     A bin decodes to its values' mean. Layout: 256 float32 means per block, then one byte a value.
     Source: INTELLECT-1 (arXiv 2412.01152, §2.2).

@@ -69,9 +69,6 @@ def trainer_layouts(
     timed = []
     for changes in _trainer_changes(run):
         plan = RunPlan(_with_trainer(run, changes), tokens, network, now.counted)
-        kept = getattr(plan.trainer.memory.activation_checkpointing, "keep", ())
-        if not {*kept}.isdisjoint(plan.trainer.unseen):
-            continue
         timed.append((plan.trainer_s["step"], len(changes), changes, plan))
     timed.sort(key=lambda one: one[:2])
     found: dict[tuple[Any, ...], Proposal] = {}

@@ -33,7 +33,7 @@ CATEGORIES = (
     "LM head",
 )
 # bytes of optimizer state in a bucket:
-OFFLOADED_BYTES = 128 << 20  # if offloaded, large enough for PCIe's full rate
+OFFLOADED_BYTES = 128 << 20  # of offloaded state: large enough for PCIe's full rate
 WHOLE_BYTES = 256 << 20  # for Muon, offloaded or not, so that results are equal
 NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time

@@ -20,7 +20,7 @@ from orrery.manifest.schema.model import (
 )
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-# host bytes per trained parameter, in float32
+# host bytes per trained parameter; all values are float32
 OUTER_BYTES = 8  # weight at the round's start, and outer momentum
 HOST_BYTES = 12  # OUTER_BYTES, and the weight's change Δ
 FEEDBACK_BYTES = 8  # codec errors of the last and current exchange
@@ -410,17 +410,4 @@ class Trainer(Record):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        return tuple(
-            name
-            for name in getattr(self.memory.activation_checkpointing, "keep", ())
-            if name not in self.unseen
-        )
-
-    @property
-    def unseen(self) -> tuple[str, ...]:
-        """Return the outputs that are recomputed even if `keep` names them.
-
-        With `cp` or `ep` above 1, torch compiles a block in parts. `keep` cannot name their matrix
-        products.
-        """
-        return ("projections",) if self.compile and self.mesh.has_exchange else ()
+        return tuple(getattr(self.memory.activation_checkpointing, "keep", ()))

@@ -33,12 +33,14 @@ from orrery.kernels import (  # noqa: F401  (registers the operators named below
     sparse_index,
     sparse_mla,
 )
+from orrery.kernels.dense_products import linear
 from orrery.kernels.fp8 import products  # noqa: F401
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
 from orrery.models.causal_lm import TransformerBlock
 from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import Attention, Experts, Router
+from orrery.models.lora import AdaptedLinear
 from orrery.trainer.policy import Policy
 
 SCALED_DOT_PRODUCT = (
@@ -53,11 +55,28 @@ MAX_GRAPHS = 64
 
 def apply(policy: Policy, trainer: Trainer) -> None:
     if trainer.mesh.has_exchange:
+        _name_products(policy, trainer)
         _compile(policy, trainer)
         _checkpoint(policy, trainer)
     else:
         _checkpoint(policy, trainer)
         _compile(policy, trainer)
+
+
+def _name_products(policy: Policy, trainer: Trainer) -> None:
+    """Let linear layers call an operator that `_Run` finds in compiled parts of a block."""
+    if not (trainer.compile and "projections" in trainer.kept):
+        return
+    for block in policy.network.layers:
+        for module in block.modules():
+            if type(module) is nn.Linear:
+                module.forward = partial(_linear, module)
+            elif isinstance(module, AdaptedLinear):
+                module.product = linear
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
 
 
 def _compile(policy: Policy, trainer: Trainer) -> None:
@@ -130,7 +149,7 @@ def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
     if not trainer.compile:
         return frozenset()
     context_ranks = trainer.mesh.cp if model.mla is None else 1
-    ranks = {"attention": context_ranks, "experts": trainer.mesh.ep}
+    ranks = {"attention": context_ranks, "projections": 1, "experts": trainer.mesh.ep}
     names = [name for name, count in ranks.items() if count == 1]
     return frozenset(operation for name in names for operation in _operations(name))
 
@@ -175,7 +194,8 @@ def _operations(name: str) -> list[Any]:
             ours = (getattr(orrery, name).default for name in names)
             return [*ours, *(operation.default for operation in theirs)]
         case "projections":
-            products = (aten.mm, aten.addmm, aten.linear, orrery.wide_linear, orrery.fp8_linear)
+            linears = (orrery.linear, orrery.wide_linear, orrery.fp8_linear)
+            products = (aten.mm, aten.addmm, aten.linear, *linears)
             return [product.default for product in products]
         case "experts":
             names = ("grouped_matmul", "adapted_grouped_matmul", "fp8_grouped")

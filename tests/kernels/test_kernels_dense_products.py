@@ -1,9 +1,10 @@
-"""Products by head equal an einsum, with strided operands and a tail."""
+"""Linear layers have the bits of `F.linear`; products by head equal an einsum."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from orrery.kernels.head_products import head_products, reference_head_products
+from orrery.kernels.dense_products import head_products, linear, reference_head_products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,3 +43,24 @@ def test_other_shapes_and_dtypes_are_refused():
     for wrong in ((x, weight[:2]), (x, weight.float()), (x, weight, tail[:5])):
         with pytest.raises(ValueError, match=r"must be \[T, H, I\], \[H, I, O\] and \[T, H, R\]"):
             head_products(*wrong)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_has_the_bits_of_torch(has_bias, dtype):
+    torch.manual_seed(0)
+    shapes = [(33, 24), (40, 24), (40,)][: 3 if has_bias else 2]
+    given = [torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in shapes]
+    grad = torch.randn(33, 40, device=DEVICE).to(dtype)
+    results = []
+    for call in (linear, F.linear):
+        out = call(*given)
+        results.append([out, *torch.autograd.grad(out, given, grad)])
+    assert all(map(torch.equal, *results))
+
+
+def test_gradients_of_frozen_weights_are_not_computed():
+    x, weight = torch.randn(5, 4, device=DEVICE), torch.randn(3, 4, device=DEVICE)
+    linear(x.requires_grad_(), weight).sum().backward()
+    assert weight.grad is None and x.grad is not None
+    torch.library.opcheck(torch.ops.orrery.linear.default, (x, weight, None))

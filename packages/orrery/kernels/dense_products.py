@@ -1,16 +1,54 @@
-"""Multiply each head's rows by a matrix of that head.
+"""Linear layers, and products of each head with its own matrix, as single operators.
 
 T tokens, H heads, I input width, O output width, R width of the tail
 
-    out_tho = Σ_i x_thi weight_hio            out_th = [out_th, tail_th]
+    linear:         out_to = Σ_i x_ti weight_oi + bias_o
+    head_products:  out_tho = Σ_i x_thi weight_hio, followed by the columns of tail_th
 
-cuBLAS reads and writes the token-major tensors in place. An `einsum` copies its results, because it
-computes them head-major.
+In compiled graphs, activation checkpointing finds an operator's results, not those of `F.linear`.
+
+cuBLAS reads and writes the heads' token-major tensors in place. An `einsum` copies its results,
+because it computes them head-major.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return the layer's output [..., O]. Results and gradients have the bits of `F.linear`."""
+    return torch.ops.orrery.linear(x, weight_OI, bias_O)
+
+
+@torch.library.custom_op("orrery::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+@_linear.register_fake
+def _(x, weight, bias):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _keep_operands(ctx, inputs, output):
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _linear_gradients(ctx, grad):
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+    rows = grad.flatten(0, -2)
+    return (
+        grad @ weight if wants_x else None,
+        rows.T @ x.flatten(0, -2) if wants_weight else None,
+        rows.sum(0) if wants_bias else None,
+    )
+
+
+_linear.register_autograd(_linear_gradients, setup_context=_keep_operands)
 
 
 def head_products(x_THI: Tensor, weight_HIO: Tensor, tail_THR: Tensor | None = None) -> Tensor:
