@@ -17,6 +17,8 @@
         // 'step' would keep 400 GB of unsharded gradients on each GPU
         fsdp+: { reduce_gradients: 'micro_batch' },
         optimizer+: { lr: 1e-6 },
+        // counts the keys that engine and trainer choose differently
+        indexer_choice: 'compare',
         checkpoint+: { interval_steps: 50 },
       },
       // Tensor-parallel ranks would all cache the same latent keys. Data-parallel ranks cache different sequences.

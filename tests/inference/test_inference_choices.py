@@ -10,7 +10,9 @@ import torch
 
 from orrery.inference.patches import vllm_routes
 from orrery.inference.patches.registry import CHOICE_TOKENS
-from orrery.kernels.key_bits import engine_keys
+from orrery.inference.patches.vllm_routes import sample_positions
+from orrery.kernels.key_bits import compare_sample, engine_keys
+from orrery.manifest.schema.manifest import SAMPLED_KEYS
 from orrery.wire.routed_experts import RouteShape, column, split, split_choices
 
 NUM_TOKENS, TOP_K, LENGTH = 40, 4, 45
@@ -35,7 +37,7 @@ class Capturer:
         return self.device_buffer[:num_tokens].to(torch.uint16)
 
 
-def engine(monkeypatch, positions):
+def engine(monkeypatch, positions, length=LENGTH):
     """Return a capturer after a patched engine has chosen `positions`, by the cache's name."""
     worker, attention = ModuleType("worker"), ModuleType("attention")
     worker.RoutedExpertsCapturer = Capturer
@@ -45,7 +47,7 @@ def engine(monkeypatch, positions):
     monkeypatch.setitem(sys.modules, "vllm.distributed.aux_output_connector", worker)
     monkeypatch.setitem(sys.modules, "vllm.models.deepseek_v32", attention)
     worker.worker, attention.attention = worker, attention
-    monkeypatch.setenv(CHOICE_TOKENS, str(LENGTH))
+    monkeypatch.setenv(CHOICE_TOKENS, str(length))
     monkeypatch.setattr(vllm_routes, "CHUNK_ROWS", 16)
     vllm_routes.capture_choices()
     vllm_routes.capture_choices()  # a second call has no effect
@@ -99,3 +101,38 @@ def test_bits_that_are_no_choice_of_the_query_are_unknown():
     bits = torch.tensor([[0b100001], [0b10011], [0b11]], dtype=torch.uint8)  # beyond, three, two
     keys, counts = engine_keys(bits, own, first, last)
     assert keys.tolist() == [[0, 0], [0, 0], [0, 1]] and counts[0] == 1
+
+
+def test_the_trainer_compares_a_sample_of_the_keys_that_an_engine_chose(monkeypatch):
+    torch.manual_seed(0)
+    num_keys = 16
+    last = torch.arange(NUM_TOKENS, dtype=torch.int32)
+    score = torch.rand(NUM_TOKENS, NUM_TOKENS).masked_fill(last > last[:, None], -1)
+    best = score.topk(num_keys, dim=-1)
+    chosen = best.indices.int().masked_fill(best.values < 0, -1)
+    capturer = engine(monkeypatch, {"layers.1": chosen, "layers.4": chosen}, length=0)
+    rows = capturer.snapshot_routing_data(NUM_TOKENS).numpy()
+    _, bytes_ = split_choices(rows, SHAPE, 2, "batch 1")
+    sample = torch.from_numpy(np.ascontiguousarray(bytes_).view(np.int32))[:, 1]
+    is_known = last >= num_keys - 1
+    assert sample.shape == (NUM_TOKENS, SAMPLED_KEYS) and (sample[~is_known] == -1).all()
+    for token in range(num_keys - 1, NUM_TOKENS):
+        assert len({*sample[token].tolist()} & {*chosen[token].tolist()}) == SAMPLED_KEYS
+    begin = torch.full_like(last, 100)  # the document begins at key 100, as in a pack
+    own = torch.where(chosen < 0, -1, chosen + 100)
+    num_valid = int((last >= num_keys).sum())
+    assert compare_sample(sample, own, begin, begin + last).tolist() == [num_valid, 0]
+    own[:, : num_keys // 2] = -1
+    num_differ = compare_sample(sample, own, begin, begin + last)[1] / (num_valid * num_keys)
+    assert 0.3 < num_differ < 0.7
+    for wrong in (sample.clamp(max=3), sample + NUM_TOKENS, torch.zeros_like(sample)):
+        assert compare_sample(wrong, own, begin, begin + last)[0] == 0
+
+
+def test_each_key_of_a_choice_is_sampled_equally_often():
+    torch.manual_seed(0)
+    order = torch.rand(20_000, 64).argsort(dim=1)[:, :16].int()  # chosen keys in random order
+    sample = sample_positions(order).view(torch.int32)
+    of_column = (order[:, None] == sample[..., None]).float().argmax(dim=2)
+    share = torch.bincount(of_column.flatten(), minlength=16) / of_column.numel()
+    assert torch.allclose(share, torch.full((16,), 1 / 16), rtol=0.1)

@@ -522,6 +522,7 @@ def test_a_node_of_a_wide_engine_holds_the_offloaded_caches_of_its_own_ranks(
 ):
     transfer = {"kind": "mooncake", "protocol": "rdma"}
     edits = {"inference__kv_offload": offload, "inference__kv_transfer": transfer}
+    edits["trainer__indexer_choice"] = "own"
     roles = {role.role: role for role in plan_run(run("glm5_run", **edits)).roles}
     for name, times in (("prefill", prefill), ("decode", decode)):
         assert roles[name].host_bytes == roles[name].pinned_bytes == times * (200 << 30)

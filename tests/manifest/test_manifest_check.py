@@ -501,7 +501,8 @@ SENTENCES = [
     (
         LONG,
         "trainer.indexer_choice 'replay' with inference.max_model_len_tokens 16385: a choice has a "
-        "bit for each token, for at most 16384 tokens; set trainer.indexer_choice to 'own'",
+        "bit for each token, for at most 16384 tokens; set trainer.indexer_choice to 'compare', "
+        "which sends samples, or to 'own'",
     ),
     (
         broken("model.num_kv_heads", 1, SPARSE_ATTENTION),

@@ -294,7 +294,7 @@ def documents(spec, copies, is_replayed=False):
         routes[offsets[1:] - 1] = shape.no_route
         # A document of 8 tokens. Its last token lacks routes already.
         routes[offsets[5] : offsets[6], 0] = shape.no_route
-        if spec.choice_bytes:
+        if spec.trainer.indexer_choice == "replay":
             sizes = total, spec.model.num_indexers, 8 * -(-spec.inference.max_model_len_tokens // 8)
             score = np.where(np.arange(sizes[2]) <= position[:, None, None], rng.random(sizes), -1)
             chosen = score.argsort(-1).argsort(-1) >= sizes[2] - spec.model.latent.indexer.top_k

@@ -186,6 +186,13 @@ def with_choices(routes: np.ndarray, is_chosen: np.ndarray, num_dense_layers: in
     return np.concatenate((whole, bits), axis=1)[:, None]
 
 
+def with_samples(routes: np.ndarray, sample: np.ndarray, num_dense_layers: int) -> np.ndarray:
+    """Return an engine's rows: routes [T, layers with experts, K], and keys, i32 [T, I, S]."""
+    none = np.zeros((len(routes), sample.shape[1], 0), bool)
+    whole = with_choices(routes, none, num_dense_layers)[:, 0]
+    return np.concatenate((whole, sample.reshape(len(routes), -1).view(np.uint8)), axis=1)[:, None]
+
+
 def share(columns: Columns, num_ranks: int, rank: int, max_tokens: int = 64) -> list[Columns]:
     return [
         columns.select(samples) for samples in pack(columns.lengths, num_ranks, max_tokens)[rank]

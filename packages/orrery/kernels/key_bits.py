@@ -1,6 +1,7 @@
 """Compare an inference engine's keys for sparse attention with the trainer's.
 
 T queries, K chosen keys, B bytes per query. Bit j of byte b is key 8·b + j of the query's document.
+Instead of bits, an engine may send S of the K keys, drawn for each query.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -58,3 +59,37 @@ def _chunk(bits: Tensor, own: Tensor, first: Tensor, last: Tensor) -> tuple[Tens
 @_engine_keys.register_fake
 def _(bits, own, first, last):
     return torch.empty_like(own), own.new_empty(2, dtype=torch.int64)
+
+
+def compare_sample(sample_TS: Tensor, own_TK: Tensor, first_T: Tensor, last_T: Tensor) -> Tensor:
+    """Return two counts, i64 [2]: of valid queries, and of engine keys missing in `own`, estimated.
+
+    `sample` are keys of the engine's choice, i32 positions in the query's document. `own`, `first`
+    and `last` are as for `engine_keys`. A query is valid if it has more than K keys, and its sample
+    has S different ones. Each missing key of the sample counts as K / S missing keys.
+    """
+    return torch.ops.orrery.compare_sample(sample_TS, own_TK, first_T, last_T)
+
+
+@torch.library.custom_op("orrery::compare_sample", mutates_args=())
+def _compare_sample(sample: Tensor, own: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    (num_queries, num_samples), num_keys = sample.shape, own.shape[1]
+    counts = torch.zeros(2, dtype=torch.int64, device=own.device)
+    step = max(1, CHUNK_ELEMENTS // (num_keys * num_samples))
+    for start in range(0, num_queries, step):
+        rows = slice(start, start + step)
+        sample_TS, max_T1 = sample[rows], (last[rows] - first[rows])[:, None]
+        is_key_TS = (sample_TS >= 0) & (sample_TS <= max_T1) & (max_T1 >= num_keys)
+        num_equal_T = (sample_TS[:, None] == sample_TS[..., None]).sum(dim=(1, 2))
+        is_valid_T = is_key_TS.all(dim=1) & (num_equal_T == num_samples)
+        key_TS = sample_TS + first[rows, None]
+        is_there_TS = (own[rows, None] == key_TS[..., None]).any(dim=2)
+        missing = (~is_there_TS & is_valid_T[:, None]).sum()
+        counts += torch.stack((is_valid_T.sum(), missing))
+    counts[1] = counts[1] * num_keys // num_samples
+    return counts
+
+
+@_compare_sample.register_fake
+def _(sample, own, first, last):
+    return own.new_empty(2, dtype=torch.int64)

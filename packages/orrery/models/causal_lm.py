@@ -86,7 +86,8 @@ class CausalLm(nn.Module):
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
         - `routed_experts`: integers [T, L, K], an engine's choice of experts.
-        - `engine_keys`: u8 [T, indexers, bytes], bits of an engine's keys (`kernels/key_bits`).
+        - `engine_keys`: an engine's keys (`kernels/key_bits`): bits, u8 [T, indexers, bytes], or
+          samples, i32 [T, indexers, S].
         - `is_padding`: bool [T], tokens excluded from indexer loss and expert load.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)

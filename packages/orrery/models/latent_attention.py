@@ -20,7 +20,7 @@ from orrery.kernels import sparse_index_fp8
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.dense_products import head_products
 from orrery.kernels.fp8.products import Parts
-from orrery.kernels.key_bits import engine_keys
+from orrery.kernels.key_bits import compare_sample, engine_keys
 from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
 from orrery.kernels.sparse_mla import sparse_mla
@@ -45,7 +45,7 @@ class ChosenKeys(NamedTuple):
     chosen_TK: Tensor  # i32 key indices, −1 for none
     score_TK: Tensor | None = None  # f32
     kl: Tensor | None = None  # f32 [], sum of indexer losses up to this layer
-    differ: Tensor | None = None  # i64 [2], sum of `engine_keys` counts up to this layer
+    differ: Tensor | None = None  # i64 [2], sum of `key_bits` counts up to this layer
 
 
 class KeyIndexer(nn.Module):
@@ -108,7 +108,7 @@ class KeyIndexer(nn.Module):
 
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `longest`: length of the longest document.
-        - `engine_keys_TB`: bits of an engine's choice, used if `replays`.
+        - `engine_keys_TB`: an engine's choice: bits if `replays`, else a sample to compare with.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -125,8 +125,10 @@ class KeyIndexer(nn.Module):
         chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # others: −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
-            keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
-            chosen_TK = keys_TK if self.replays else chosen_TK
+            if self.replays:
+                chosen_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
+            else:
+                differ = compare_sample(engine_keys_TB, chosen_TK, *ranges)
         score_TK = chosen_scores(*scored, chosen_TK) if learns else None
         return ChosenKeys(chosen_TK, score_TK, differ=differ)
 

@@ -26,7 +26,14 @@ from orrery.trainer.optim.optimizer import stream_state
 from orrery.trainer.parallel import blocks, context_parallel
 from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World
-from orrery.trainer.policy import TOTALS, MicroBatch, Policy, count_members, micro_batch
+from orrery.trainer.policy import (
+    TOTALS,
+    MicroBatch,
+    Policy,
+    SentKeys,
+    count_members,
+    micro_batch,
+)
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 
@@ -188,9 +195,13 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
-        self.num_indexers = self.top_k = 0  # 0 unless engines send the keys that indexers chose
+        self.sent_keys: SentKeys | None = None
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
-            self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
+            self.sent_keys = SentKeys(
+                policy.network.config.num_indexers,
+                mla.indexer.top_k,
+                are_sampled=trainer.indexer_choice == "compare",
+            )
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         memory = trainer.memory
         away = memory.optimizer_offload, memory.optimizer_offload_resident
@@ -304,7 +315,7 @@ class Learner:
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
     def _micro_batch(self, columns: Columns) -> MicroBatch:
-        replayed = self.route_shape, (self.num_indexers, self.top_k)
+        replayed = self.route_shape, self.sent_keys
         return micro_batch(columns, self.step + 1, self.world.device, self.shard, *replayed)
 
     def _accumulate(
@@ -368,9 +379,9 @@ class Learner:
             "indexer_kl": values["indexer_kl"] / values["tokens"] if has_kl else None,
             **self.expert_load.metrics(),
         }
-        if self.num_indexers:
+        if (keys := self.sent_keys) is not None:
             known, sent = values["choices_known"], values["choices_sent"]
-            share = values["choices_differ"] / (known * self.top_k) if known else None
+            share = values["choices_differ"] / (known * keys.top_k) if known else None
             more |= {"choices_missing": int(sent - known), "choices_differ": share}
         return _metrics(values, float(sums.peaks)) | more
 

@@ -9,7 +9,7 @@ T: tokens, M: scored tokens, D: hidden size
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class MicroBatch:
     num_tokens: int
     routes_missing: int = 0  # tokens without a route, except samples' last tokens
     routes_replayed: int = 0  # valid expert ids in `routed_experts`
-    engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys chosen by engines' indexers
+    engine_keys: torch.Tensor | None = None  # [T, I, B] u8 or [T, I, S] i32, see `kernels/key_bits`
     is_padding: torch.Tensor | None = None  # bool [T]: tokens that pad cp shards or empty batches
     choices_sent: int = 0  # (token, indexer) pairs that chose among more than top_k keys
 
@@ -74,20 +74,28 @@ def count_members(columns: Columns) -> dict[str, int]:
     return {**counts, "num_tokens": columns.num_tokens}
 
 
+class SentKeys(NamedTuple):
+    """What engines send of the keys that their indexers choose: samples, or all `top_k` as bits."""
+
+    num_indexers: int
+    top_k: int
+    are_sampled: bool
+
+
 def micro_batch(
     columns: Columns,
     step: int,
     device: torch.device,
     shard: Callable[[MicroBatch], MicroBatch] | None = None,
     routes: RouteShape | None = None,
-    indexers: tuple[int, int] = (0, 0),
+    sent: "SentKeys | None" = None,
 ) -> MicroBatch:
     """Build the micro-batch that trains version `step` − 1.
 
-    `shard` selects this context-parallel rank's tokens. `indexers`: (number, `top_k`) if engines
-    send the chosen keys. Raise RunFailed for invalid samples or routes.
+    `shard` selects this context-parallel rank's tokens. `sent`: if engines send chosen keys. Raise
+    RunFailed for invalid samples or routes.
     """
-    whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
+    whole = _with_routes(_whole(columns, step), columns, step, routes, sent)
     return _on_device(whole if shard is None else shard(whole), device)
 
 
@@ -162,7 +170,7 @@ def _with_routes(
     columns: Columns,
     step: int,
     shape: RouteShape | None,
-    indexers: tuple[int, int],
+    sent: "SentKeys | None",
 ) -> MicroBatch:
     if not columns.num_tokens or COLUMN not in columns.token:
         return batch
@@ -171,12 +179,14 @@ def _with_routes(
             f"batch {step}: it carries {COLUMN}, but this network has no experts; "
             f"set transport.routed_experts to false"
         )
-    routes, (num_indexers, top_k) = columns.token[COLUMN], indexers
-    if num_indexers:
-        routes, choices = split_choices(routes, shape, num_indexers, _name(columns, step))
-        choosing = int(np.maximum(columns.lengths - 1 - top_k, 0).sum())
-        sent = num_indexers * choosing
-        batch = replace(batch, engine_keys=_tensor(choices), choices_sent=sent)
+    routes = columns.token[COLUMN]
+    if sent is not None:
+        routes, choices = split_choices(routes, shape, sent.num_indexers, _name(columns, step))
+        if sent.are_sampled:
+            choices = np.ascontiguousarray(choices).view(np.int32)
+        choosing = int(np.maximum(columns.lengths - 1 - sent.top_k, 0).sum())
+        count = sent.num_indexers * choosing
+        batch = replace(batch, engine_keys=_tensor(choices), choices_sent=count)
     checked = check_routes(routes, shape, _name(columns, step))
     checked.is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
     return replace(

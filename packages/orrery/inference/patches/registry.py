@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: factor for the size of vLLM's route store.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: most tokens per sequence. If set, engines report sparse attention's keys.
+# Environment variable: engines report keys as bits of so many positions, or, if 0, as samples.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -259,7 +259,8 @@ def environment(manifest: Manifest) -> dict[str, str]:
     if manifest.transport.routed_experts:
         chosen["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # model runner V1 cannot return chosen experts
     if manifest.choice_bytes:
-        chosen[CHOICE_TOKENS] = str(manifest.inference.max_model_len_tokens)
+        has_bits = manifest.trainer.indexer_choice == "replay"
+        chosen[CHOICE_TOKENS] = str(has_bits * manifest.inference.max_model_len_tokens)
     if manifest.model.moe is not None:
         chosen[ROUTE_IN_FLOAT32] = "1"
     return chosen

@@ -5,8 +5,8 @@
 - The scheduler loads an offloaded KV block only if its routes are known.
 - After a KV transfer, a decode engine knows routes only from the prompt's last token on.
 - With `capture_choices`, vLLM reports u8 [1, bytes] per token: the routed experts of all layers,
-  then one bit per key position for each indexer of sparse attention. No bit is set for a prompt of
-  at most `top_k` tokens, because vLLM attends to all keys.
+  then for each indexer of sparse attention a bit per key position, or a sample of the chosen keys.
+  No bit is set for a prompt of at most `top_k` tokens, because vLLM attends to all keys.
 """
 
 import os
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import CHOICE_TOKENS, KEPT
+from orrery.manifest.schema.manifest import SAMPLED_KEYS
 
 CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
+SCATTER = 1_000_003  # prime, so that nearby sums begin at distant columns
 CHANGES = "routes that came and went"  # never a request id, because it has spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
@@ -259,7 +261,7 @@ def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
 
     indexers, select = attention.DeepseekV32Indexer, attention.sparse_attn_indexer
     prefixes = [one.k_cache.prefix for one in model.modules() if isinstance(one, indexers)]
-    capturer.add_indexers(prefixes, 8 * -(-int(os.environ[CHOICE_TOKENS]) // 8))
+    capturer.add_indexers(prefixes, -(-int(os.environ[CHOICE_TOKENS]) // 8))
 
     def select_and_capture(
         hidden_states: Tensor, k_cache_prefix: str, *rest: Any, **options: Any
@@ -281,14 +283,30 @@ def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
     return bit_TB8.sum(dim=-1, dtype=torch.uint8)
 
 
+def sample_positions(position_TK: Tensor) -> Tensor:
+    """Return `SAMPLED_KEYS` of each row's positions as u8 [T, 4 · SAMPLED_KEYS], or −1 as bytes.
+
+    Their columns are equally spaced from one that depends on the row's sum, so that all columns are
+    equally likely. A row with −1 has no complete choice.
+    """
+    num_keys = position_TK.shape[1]
+    total_T = position_TK.sum(dim=1)  # i64
+    spacing = max(1, num_keys // SAMPLED_KEYS)
+    column_S = spacing * torch.arange(SAMPLED_KEYS, device=position_TK.device)
+    column_TS = (total_T[:, None] * SCATTER + column_S) % num_keys
+    sample_TS = position_TK.gather(1, column_TS)
+    is_whole_T = (position_TK >= 0).all(dim=1)
+    return torch.where(is_whole_T[:, None], sample_TS, -1).int().view(torch.uint8)
+
+
 def _with_choices(capturer: type) -> type:
     class RoutesAndChoices(capturer):
-        def add_indexers(self, prefixes: list[str], num_bits: int) -> None:
+        def add_indexers(self, prefixes: list[str], num_bytes: int) -> None:
+            """`num_bytes`: bytes of all positions' bits, or 0 for samples."""
             self._index = {prefix: index for index, prefix in enumerate(prefixes)}
-            self._num_bits, routes = num_bits, self.device_buffer
-            self._choices = routes.new_zeros(
-                len(routes), len(prefixes), num_bits // 8, dtype=torch.uint8
-            )
+            self._num_bits, routes = 8 * num_bytes, self.device_buffer
+            width = num_bytes or 4 * SAMPLED_KEYS
+            self._choices = routes.new_zeros(len(routes), len(prefixes), width, dtype=torch.uint8)
             num_bytes = self.snapshot_routing_data(1).shape[-1]
             self.shape_per_token, self.output_dtype_name = (1, num_bytes), "uint8"
 
@@ -297,7 +315,10 @@ def _with_choices(capturer: type) -> type:
                 for rows, out in zip(
                     position_TK.split(CHUNK_ROWS), self._choices.split(CHUNK_ROWS), strict=False
                 ):
-                    out[: len(rows), index] = pack_positions(rows, self._num_bits)
+                    if self._num_bits:
+                        out[: len(rows), index] = pack_positions(rows, self._num_bits)
+                    else:
+                        out[: len(rows), index] = sample_positions(rows)
 
         def snapshot_routing_data(self, num_tokens: int) -> Tensor:
             routes = super().snapshot_routing_data(num_tokens).view(torch.uint8).flatten(1)

@@ -37,7 +37,7 @@ SEGMENT_BYTES = 16 << 20  # minimum size of a Mooncake segment per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
 INDEXER_BLOCK_TOKENS = 64  # cache block size of vLLM's indexers
 CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
-MAX_CHOICE_TOKENS = 16384  # maximum context if engines send their choice of keys
+MAX_CHOICE_TOKENS = 16384  # maximum context if engines send all chosen keys
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
@@ -288,10 +288,12 @@ def _choice_misfits(run: "Manifest") -> Iterator[str]:
             f"{what}: choices of keys are sent with choices of experts; set "
             f"transport.routed_experts to true, or {off}"
         )
-    if (longest := run.inference.max_model_len_tokens) > MAX_CHOICE_TOKENS:
+    longest = run.inference.max_model_len_tokens
+    if run.trainer.indexer_choice == "replay" and longest > MAX_CHOICE_TOKENS:
         yield (
             f"{what} with inference.max_model_len_tokens {longest}: a choice has a bit for each "
-            f"token, for at most {MAX_CHOICE_TOKENS} tokens; {off}"
+            f"token, for at most {MAX_CHOICE_TOKENS} tokens; set trainer.indexer_choice to "
+            "'compare', which sends samples, or to 'own'"
         )
 
 

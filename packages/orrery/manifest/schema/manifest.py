@@ -22,6 +22,7 @@ from orrery.manifest.schema.model import (
 from orrery.manifest.schema.trainer import Optimizer, Schedule, Trainer
 
 SCHEMA_VERSION = 3
+SAMPLED_KEYS = 4  # per token and indexer, with `trainer.indexer_choice` "compare"
 
 
 class TaskUse(Record):
@@ -313,10 +314,16 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return bytes per token of the engines' choice of keys: a bit per key and indexer."""
-        if self.trainer.indexer_choice == "own":
-            return 0
-        return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)
+        """Return bytes per token of the engines' choice of keys.
+
+        Per indexer, "replay" needs a bit for each key, and "compare" a sample of keys.
+        """
+        each = {
+            "own": 0,
+            "compare": 4 * SAMPLED_KEYS,
+            "replay": -(-self.inference.max_model_len_tokens // 8),
+        }
+        return self.model.num_indexers * each[self.trainer.indexer_choice]
 
     @property
     def max_text_tokens(self) -> int:
