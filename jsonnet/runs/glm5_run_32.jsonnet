@@ -4,7 +4,7 @@
     (import 'runs/glm5_run.jsonnet').glm5_run {
       layout+:: { engines: 4, prefill_engines: 2 },
       hardware+: { num_nodes: 32 },
-      // the longest rollout starts 35 versions before its batch
-      orchestrator+: { admission+: { max_in_flight: 2560 }, max_off_policy_steps: 36 },
+      // the longest rollout starts 39 versions before its batch
+      orchestrator+: { admission+: { max_in_flight: 2560 }, max_off_policy_steps: 40 },
     },
 })

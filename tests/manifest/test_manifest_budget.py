@@ -110,6 +110,42 @@ def test_overlap_of_half_batches_hides_the_shorter_of_exchange_and_computation()
     assert overlapped.engines["decode_step_s"] < 0.8 * plain.engines["decode_step_s"]
 
 
+def test_deepep_has_buffers_for_the_tokens_of_a_step_at_all_experts():
+    plain = run("glm5_run").inference
+    model, sizes = run("glm5_run").model, []
+    for tokens in (256, 8192):
+        fields = {"all2all_backend": "deepep_low_latency", "max_batched_tokens": tokens}
+        planned = engine.memory(model, plain.model_copy(update=fields), True, False)
+        sizes.append(planned["communication buffers"])
+    per_token = 4 * 256 * (2 * 6144 + 4 * 48)
+    assert sizes[1] - sizes[0] == per_token * (8192 - 256) > 90 << 30
+
+
+def test_prefill_engines_compute_the_samples_of_earlier_turns_again():
+    several = plan_run(run("glm5_run"))
+    assert any("earlier turns' samples again" in text for text in several.assumptions)
+    local = plan_run(run("glm5_run", inference__max_local_prefill_tokens=4096))
+    assert several.engines["prefill_s"] > 100 * local.engines["prefill_s"] > 0
+
+
+def test_a_group_that_waits_for_its_longest_rollout_trains_older_tokens():
+    budget = plan_run(run("glm5_run"))
+    assert 2 * budget.staleness < budget.spread_staleness < 30
+
+
+def test_a_mean_above_the_longest_rollout_is_refused():
+    with pytest.raises(OrreryError, match=r"--tokens 200000: .* 131072; type at most that"):
+        plan_run(run("glm5_run"), 200_000)
+
+
+def test_a_suggested_cache_fits_by_the_whole_plan():
+    large = run("glm5_run", inference__kv_cache_bytes=120 << 30)
+    (text,) = memory_misfits(large)
+    size = int(text.split("kv_cache_bytes: ")[1].split()[0])
+    smaller = run("glm5_run", inference__kv_cache_bytes=size)
+    assert not list(memory_misfits(smaller)) and not list(memory_doubts(smaller))
+
+
 def test_a_group_prefills_its_prompt_once():
     alone, group = (
         plan_run(run("glm4_5_air_8", orchestrator__algorithm__group_size=size)).engines["step_s"]

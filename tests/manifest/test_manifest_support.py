@@ -600,11 +600,12 @@ def test_deepep_and_digests_of_zeros_are_told_where_a_run_is_planned():
     (said,) = notes(changed("glm5_run"))
     assert said.startswith(f"  note: {zeros}")
     assert notes(changed("qwen3_30b_a3b_16k")) == []
-    both = changed(
-        "glm5_run",
-        inference__all2all_backend="deepep_low_latency",
-        trainer__mesh__ep_backend="deepep",
-    )
+    backends = {
+        "inference__all2all_backend": "deepep_low_latency",
+        "trainer__mesh__ep_backend": "deepep",
+    }
+    assert "it may run out of memory" in notes(changed("glm5_run", **backends))[0]
+    both = changed("glm5_run", inference__max_batched_tokens=256, **backends)
     fields = ("inference.all2all_backend", "trainer.mesh.ep_backend")
     assert [text.split(":")[1].strip() for text in notes(both)[:2]] == list(fields)
 

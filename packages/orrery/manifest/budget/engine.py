@@ -25,6 +25,7 @@ from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
 CONTEXT_BYTES = 700 << 20  # CUDA context and libraries
 NCCL_BYTES = 400 << 20
+DEEPEP_BYTES = 1 << 30  # vLLM's VLLM_DEEPEP_BUFFER_SIZE_MB
 LOGIT_COPIES = 4  # float32 copies of a step's logits
 GRAPH_COPIES = 5  # bytes of CUDA graphs / bytes of their hidden states
 SEQUENCE_S = 10e-6  # host time per sampled token: scheduling, log-probs, response
@@ -122,8 +123,22 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
         graphs = sum(graph_sizes(inference)) * model.hidden_size * value_bytes
         found["graphs"] = GRAPH_COPIES * graphs * (2 if has_adapters else 1)
     if inference.devices_per_replica > 1:
-        found["communication buffers"] = NCCL_BYTES
+        found["communication buffers"] = NCCL_BYTES + _deepep_bytes(model, inference)
     return found | {"context": CONTEXT_BYTES}
+
+
+def _deepep_bytes(model: Model, inference: Inference) -> int:
+    """Return the bytes of DeepEP's buffers, as its `config.hpp` and vLLM's options size them.
+
+    "deepep_low_latency" has two pairs of buffers for all experts' rows of a step's tokens.
+    """
+    if model.moe is None or inference.all2all_backend == "allgather_reducescatter":
+        return 0
+    if inference.all2all_backend == "deepep_high_throughput":
+        return 2 * DEEPEP_BYTES
+    row = 2 * model.hidden_size + 4 * model.hidden_size // FP8_BLOCK
+    rows = model.moe.num_experts * inference.max_batched_tokens
+    return DEEPEP_BYTES + 4 * rows * row
 
 
 def memory_of(manifest: Manifest, shape: Inference) -> Bytes:

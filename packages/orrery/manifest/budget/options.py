@@ -388,9 +388,11 @@ def memory_doubts(run: Manifest) -> Iterator[str]:
     for name, shape in shapes.items():
         if (planned := _engine_bytes(run, shape)) > capacity:
             engines_fit = False
+            most = max(0, shape.kv_cache_bytes - (planned - capacity)) >> 30 << 30
+            remedy = f"set {name}.kv_cache_bytes to {most}" if most else "take more devices"
             yield (
                 f"{name}: by its plan a device needs {_gib(planned)} and has {_gib(capacity)}, so "
-                f"it may run out of memory; set {name}.kv_cache_bytes to less"
+                f"it may run out of memory; {remedy}"
             )
     if engines_fit and (found := _trainer_misfit(run, capacity, is_certain=False)) is not None:
         doubt = ", so it may run out of memory"
@@ -490,7 +492,8 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
         f"and has {_gib(capacity)}"
     )
     found = []
-    for what, changes in _engine_changes(run, needed - capacity):
+    missing = max(needed, _engine_bytes(run, run.inference)) - capacity
+    for what, changes in _engine_changes(run, missing):
         changed = _changed(run, changes)
         if changed is not None and (freed := needed - _least_engine_bytes(changed)) > 0:
             found.append((freed, what))

@@ -18,7 +18,7 @@ from typing import Any
 
 from orrery.manifest.budget import engine, trainer_time
 from orrery.manifest.budget.engine import Serving
-from orrery.manifest.budget.options import memory_misfits, unplanned_bytes
+from orrery.manifest.budget.options import FRAGMENTATION, memory_misfits, unplanned_bytes
 from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import (
     MemoryPlan,
@@ -27,6 +27,7 @@ from orrery.manifest.budget.trainer_memory import (
     stage_workload,
 )
 from orrery.manifest.devices import Rates, rates_of, usable_bytes
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import rank_token_bytes, token_bytes
 from orrery.manifest.schema.manifest import DIRECT_KINDS
@@ -82,6 +83,7 @@ class RunBudget:
     spread_step_s: float  # for exponential rollout lengths
     longest_step_s: float  # for rollouts of maximum length
     staleness: float
+    spread_staleness: float  # if lengths spread
     too_old: dict[str, float]  # if lengths spread: see `RunPlan.too_old`
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
@@ -93,6 +95,11 @@ class RunBudget:
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
 
+    @property
+    def num_devices(self) -> int:
+        counts = [role.num_devices for role in self.roles]
+        return max(counts) if self.shares_devices else sum(counts)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -101,10 +108,16 @@ def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
     """`tokens`: mean tokens of a rollout. `network`: a device's bytes/s between nodes."""
+    longest = manifest.inference.max_model_len_tokens
+    if tokens is not None and tokens > longest:
+        raise OrreryError(
+            f"--tokens {tokens:g}: a rollout has at most inference.max_model_len_tokens "
+            f"{longest}; type at most that"
+        )
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
     spread = RunPlan(manifest, tokens, network, one.counted, is_spread=True)
-    longest = RunPlan(manifest, one.longest, network, one.counted)
+    most = RunPlan(manifest, one.longest, network, one.counted)
     return RunBudget(
         roles=one.roles(),
         capacity_bytes=usable_bytes(manifest.hardware.accelerator),
@@ -117,8 +130,9 @@ def plan_run(
         slower=slower,
         num_steps=manifest.stages.rl.num_steps,
         spread_step_s=spread.pace()[0],
-        longest_step_s=longest.pace()[0],
+        longest_step_s=most.pace()[0],
         staleness=staleness,
+        spread_staleness=spread.spread_staleness(),
         too_old=spread.too_old(),
         update=one.update(),
         loading=one.loading(),
@@ -242,6 +256,15 @@ class RunPlan:
             capacity,
         )  # fmt: skip
 
+    @property
+    def sampled_again(self) -> float:
+        """Return the sampled tokens of a rollout that a prefill engine computes in later turns."""
+        one = self.inference
+        sampled = (self.tokens - self.prompt) / self.turns
+        if not one.prefill_replicas or sampled <= one.max_local_prefill_tokens:
+            return 0.0
+        return sampled * (self.turns - 1)
+
     @cached_property
     def engines(self) -> dict[str, float]:
         """Return the engines' speeds. "step_s": time to generate a batch."""
@@ -266,7 +289,8 @@ class RunPlan:
         per_s = decoding * inference.data_parallel / (decode_s + here)
         prefill_batch_s = 0.0
         if prefills:
-            prefill_batch_s = rollouts * prefill / group / (prefills * other.data_parallel)
+            each = prefill / group + prefill * self.sampled_again / self.prompt
+            prefill_batch_s = rollouts * each / (prefills * other.data_parallel)
             per_s = min(per_s, rollouts / prefill_batch_s)
         return {
             "sequences_a_rank": batch,
@@ -285,7 +309,10 @@ class RunPlan:
         If the trainer is slower, each of `max_batches_ahead` batches adds a step of staleness.
         """
         orchestrator = self.manifest.orchestrator
-        sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
+        engines_s = self.engines["step_s"]
+        if self.manifest.transport.weights in DIRECT_KINDS:
+            engines_s += self.update()["seconds"]
+        sides = {"the trainer": self.trainer_s["step"], "the engines": engines_s}
         slower = max(sides, key=sides.__getitem__)
         in_flight = orchestrator.admission.max_in_flight
         staleness = in_flight / orchestrator.rollouts_per_batch / 2 + 0.5
@@ -295,6 +322,23 @@ class RunPlan:
         if self.manifest.hardware.shared_devices:
             step_s, slower = sum(sides.values()), "both, on the same devices"
         return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
+
+    def spread_staleness(self) -> float:
+        """Return the mean age of a trained token, in steps. A group waits for its longest rollout.
+
+        Of G independent lengths, the longest is at most the i-th of N quantiles with probability
+        (i / N)^G. A token is sampled E[L²] / 2 E[L] after its rollout's start, on average.
+        """
+        orchestrator, (step_s, slower, _) = self.manifest.orchestrator, self.pace()
+        group = orchestrator.algorithm.group_size
+        lengths = [max(0.0, length - self.prompt) for length in self.lengths(LENGTHS)]
+        chance = [((i + 1) / LENGTHS) ** group - (i / LENGTHS) ** group for i in range(LENGTHS)]
+        longest = sum(each * length for each, length in zip(chance, lengths, strict=True))
+        sampled = sum(each * each for each in lengths) / (2 * sum(lengths))
+        age = (longest - sampled) * self.engines["decode_step_s"] / step_s + 0.5
+        if slower == "the trainer":
+            age += orchestrator.max_batches_ahead
+        return min(age, float(orchestrator.max_off_policy_steps))
 
     def too_old(self) -> dict[str, float]:
         """Return the share of "groups" that the orchestrator drops, and the "steps" that keep all.
@@ -324,13 +368,15 @@ class RunPlan:
         apart = self.manifest.hardware.num_nodes > 1
         link = min(UPDATE_BYTES, self.network if apart else self.rates.link_bytes)
         shapes = self.inference, self.inference.of_engine(0)
-        received = max(
+        received = [
             (whole - experts) / shape.tensor_parallel + experts / shape.devices_per_replica
             for shape in shapes
-        )
-        sent = replicas * whole / self.trainer.mesh.world_size
-        seconds = UPDATE_S + max(received, sent) / link
-        return {"bytes": replicas * whole, "seconds": seconds}
+        ]
+        prefills = self.inference.prefill_replicas
+        ranks = [shape.devices_per_replica for shape in shapes]
+        total = (replicas - prefills) * ranks[0] * received[0] + prefills * ranks[1] * received[1]
+        seconds = UPDATE_S + max(*received, total / self.trainer.mesh.world_size) / link
+        return {"bytes": total, "seconds": seconds}
 
     def loading(self) -> dict[str, dict[str, float]]:
         """Return bytes and seconds of a node's reads of initial weights, by role.
@@ -429,7 +475,10 @@ class RunPlan:
             trainer_plan(self.manifest.model_copy(update={"trainer": trainer}), self.counted)
             for trainer in (self.trainer, changed)
         ]
-        now, then = (plan.moments[plan.fullest] for plan in plans)
+        now, then = (
+            plan.moments[plan.fullest] | {"fragmentation": int(FRAGMENTATION * plan.peak_bytes)}
+            for plan in plans
+        )
         return {f"with ep {other}": {kind: then[kind] - now[kind] for kind in now}}
 
     def assumptions(self) -> tuple[str, ...]:
@@ -442,7 +491,10 @@ class RunPlan:
         ]
         if self.turns > 1:
             turns = f"up to {self.turns} turns"
-            said.insert(2, f"{turns}; caches hold earlier turns, tools take no time")
+            held = "caches hold earlier turns, tools take no time"
+            if self.sampled_again:
+                held = "prefill engines compute earlier turns' samples again, tools take no time"
+            said.insert(2, f"{turns}; {held}")
         shape = self.inference
         if self.model.moe is not None and shape.devices_per_replica > shape.tensor_parallel:
             said.append(f"published latencies and rates of {shape.all2all_backend}")

@@ -298,24 +298,26 @@ def host_misfits(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
 
 def _trainer_step(budget: RunBudget) -> Iterator[str]:
     yield "time of a trainer's step, s"
+    digits = 1 if budget.trainer_s["step"] >= 10 else 3
     for part in PARTS:
         if seconds := budget.trainer_s[part]:
-            yield f"  {NAMES.get(part, part):26}{seconds:18,.3f}"
-    yield f"  {'sum':26}{budget.trainer_s['step']:18,.3f}"
+            yield f"  {NAMES.get(part, part):26}{seconds:18,.{digits}f}"
+    yield f"  {'sum':26}{budget.trainer_s['step']:18,.{digits}f}"
 
 
 def _speed(budget: RunBudget) -> Iterator[str]:
     engines, update, checkpoint = budget.engines, budget.update, budget.checkpoint
     yield f"speed: {in_seconds(budget.step_s)} a step, set by {budget.slower}"
-    trainer_s = budget.trainer_s["step"]
-    yield _line(
-        "trainer",
-        f"{in_seconds(trainer_s)} a batch, {budget.trainer_tokens_per_s:,.0f} tokens/s",
-    )
-    sampled = engines["sampled_tokens_per_s"]
-    yield _line(
-        "engines", f"{in_seconds(engines['step_s'])} a batch, {sampled:,.0f} sampled tokens/s"
-    )
+
+    def busy(seconds: float) -> str:
+        share = 100 * seconds / budget.step_s
+        return f"busy for {share:.0f} % of a step" if share >= 1 else "nearly idle"
+
+    trainer_s, batch_s = budget.trainer_s["step"], engines["step_s"]
+    trained = f"{budget.trainer_tokens_per_s:,.0f} tokens/s"
+    yield _line("trainer", f"{in_seconds(trainer_s)} a batch, {trained}, {busy(trainer_s)}")
+    sampled = f"{engines['sampled_tokens_per_s']:,.0f} sampled tokens/s"
+    yield _line("engines", f"{in_seconds(batch_s)} a batch, {sampled}, {busy(batch_s)}")
     decodes, prefills = (
         f"{engines[f'{how}_tokens_per_s_of_a_rank']:,.0f} tokens/s" for how in ("decode", "prefill")
     )
@@ -324,18 +326,22 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         f"{engines['sequences_a_rank']:,.0f} sequences, {decodes}, "
         f"{in_seconds(engines['decode_step_s'])} a step",
     )
-    busy = ""
     if seconds := engines["prefill_s"]:
-        busy = f", busy for {100 * seconds / budget.step_s:.2g} % of a step"
-    yield _line("a prefilling rank", prefills + busy)
+        prefills += f", {busy(seconds)}"
+    yield _line("a prefilling rank", prefills)
     yield _line(
         "spread lengths", f"{in_seconds(budget.spread_step_s)} a step, with exponential lengths"
     )
     yield _line("longest rollouts only", f"{in_seconds(budget.longest_step_s)} a step")
+    all_s, devices = budget.num_steps * budget.step_s, budget.num_devices
     yield _line(
-        "all steps", f"{budget.num_steps:,}, {in_seconds(budget.num_steps * budget.step_s)}"
+        "all steps",
+        f"{budget.num_steps:,}, {in_seconds(all_s)}, {devices * all_s / 3600:,.0f} device hours",
     )
-    yield _line("mean staleness", f"about {budget.staleness:.1f} steps")
+    yield _line(
+        "mean staleness",
+        f"about {budget.staleness:.1f} steps, {budget.spread_staleness:.1f} if lengths spread",
+    )
     if budget.too_old["groups"]:
         share, steps = budget.too_old["groups"], budget.too_old["steps"]
         yield _line(
