@@ -431,7 +431,7 @@ def test_a_plan_ends_with_memory_and_time_over_the_sites_network(checkout, capsy
     assert "network of 40 Gb/s a device" in fast["assumptions"]
     assert fast["tokens"]["all"] == 8192 and fast["step_s"] < fast["longest_step_s"]
     code, out, _ = orrery(capsys, "plan", "smollm2_demo", "--search")
-    assert code == 0 and out.count("the fastest layouts that fit:\n  1. ") == 2
+    assert code == 0 and out.count("the fastest layouts that fit:") == 2
     code, _, err = orrery(capsys, "plan", "smollm2_demo", "--search", "--json")
     assert code == 2 and "--search cannot print JSON; leave out --json or --search" in err
     code, _, err = orrery(capsys, "plan", "reverse_text", "--search")
