@@ -101,6 +101,12 @@ KITCHEN_SINK = keep() | {
 }
 
 OFFLOADED = keep() | {"activation_offload": True}
+
+
+def in_flight(count: int) -> dict[str, Any]:
+    return {"memory": OFFLOADED | {"activation_offload_max_in_flight": count}}
+
+
 CHUNKED = {"lm_head_keeps_logits": False, "lm_head_chunk_tokens": 1024}
 LEAST = {"reshard_after_forward": True, "reduce_gradients": "micro_batch"}
 ALL_KEPT = ("attention", "projections", "experts")
@@ -127,6 +133,10 @@ CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("all", "optimizer_offload", {"memory": {"optimizer_offload": True}}),
     ("all", "activation_offload beside full", {"memory": OFFLOADED}),
     ("all", "activation_offload beside none", {"memory": NONE | {"activation_offload": True}}),
+    *(
+        ("all", f"activation_offload beside full, {count} blocks in flight", in_flight(count))
+        for count in (2, 4)
+    ),
     ("all", "reshard_after_forward true", {"fsdp": {"reshard_after_forward": True}}),
     ("all", "reshard_after_forward false", {"fsdp": {"reshard_after_forward": False}}),
     ("all", "reduce_gradients step", {"fsdp": {"reduce_gradients": "step"}}),

@@ -186,9 +186,17 @@ def test_the_page_sets_the_plan_beside_the_measurement(run_dir):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     more = {"num_tokens": 256 * 40, "peak_bytes": 3 << 29}
     write_rows(path, [row | more if row["stage"] == "rl" else row for row in rows])
+    span = {"stage": "rl", "attempt": 1, "step": 4, "start_s": 10.0}
+    spans = [
+        span | {"name": name, "end_s": 10.0 + seconds}
+        for name, seconds in (("checkpoint", 2.0), ("checkpoint_write", 30.0))
+    ]
+    write_rows(run_dir / "metrics" / "trainer.0.spans.jsonl", spans)
     run = RunData.load(run_dir)
     found = {what: (planned, measured) for what, planned, measured in comparison(run)}
     budget = plan_run(run.manifest, 40)
+    assert found["wait for a checkpoint"] == (in_seconds(budget.checkpoint["waits_s"]), "2 s")
+    assert found["checkpoint's way to disk"][1] == "30 s"
     assert found["step"] == (f"{budget.step_s:.2g} s", "1 s")
     assert found["step of the trainer alone"][1] == "0.5 s"
     sampled = 256 * budget.tokens["sampled"] / budget.step_s

@@ -211,6 +211,8 @@ def plan(
             if site.slurm is not None:
                 found = table.host_misfits(budget, site.slurm.memory_per_node_mb)
                 lines += [f"  note: {sentence}; the start refuses this" for sentence in found]
+                late = table.warning_misfit(budget, site.slurm.warning_s)
+                lines += [f"  note: {sentence}" for sentence in late]
             print("\nthe RL stage, planned", *lines, sep="\n")
 
 

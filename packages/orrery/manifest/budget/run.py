@@ -295,6 +295,7 @@ class RunPlan:
         return {
             "sequences_a_rank": batch,
             "decode_step_s": step,
+            "cache_tokens_of_a_rank": inference.kv_cache_bytes / token_bytes(model, inference),
             "prefill_tokens_per_s_of_a_rank": self.prompt / prefill,
             "decode_tokens_per_s_of_a_rank": batch / step,
             "rollouts_per_s": per_s,

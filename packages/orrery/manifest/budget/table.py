@@ -296,6 +296,16 @@ def host_misfits(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
             )
 
 
+def warning_misfit(budget: RunBudget, warning_s: float) -> Iterator[str]:
+    """Yield a sentence if a job's warning comes too late for the last step and its checkpoint."""
+    needed_s = budget.step_s + sum(budget.checkpoint[name] for name in ("waits_s", "writes_s"))
+    if needed_s > warning_s:
+        yield (
+            f"slurm.warning_s {warning_s:g}: a step and its checkpoint take {needed_s:,.0f} s; set "
+            "it to at least that, or a job's last steps are lost"
+        )
+
+
 def _trainer_step(budget: RunBudget) -> Iterator[str]:
     yield "time of a trainer's step, s"
     digits = 1 if budget.trainer_s["step"] >= 10 else 3
@@ -326,6 +336,9 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         f"{engines['sequences_a_rank']:,.0f} sequences, {decodes}, "
         f"{in_seconds(engines['decode_step_s'])} a step",
     )
+    cached = engines["cache_tokens_of_a_rank"]
+    rollouts = f"{cached / budget.tokens['all']:,.0f} rollouts of mean length"
+    yield _line("its cache", f"{cached:,.0f} tokens, {rollouts}")
     if seconds := engines["prefill_s"]:
         prefills += f", {busy(seconds)}"
     yield _line("a prefilling rank", prefills)

@@ -237,6 +237,7 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
     if not tokens:
         return []
     try:
+        tokens = min(tokens, run.manifest.inference.max_model_len_tokens)
         budget = plan_run(run.manifest, tokens, run.network)
     except OrreryError:
         return []
@@ -249,6 +250,10 @@ def _compared(run: RunData, budget: RunBudget) -> list[tuple[str, str, str]]:
     allocated = sum(size for kind, size in trainer.items() if kind not in NOT_ALLOCATED)
     parts = (_values(run.rl, part) for part in ("forward_backward_s", "optimizer_s"))
     computing = [sum(pair) for pair in zip(*parts, strict=True)]
+
+    def seconds(name: str) -> list[float]:
+        spans = (span for span in run.spans if span.name == name and span.role == "trainer.0")
+        return [span.end_s - span.start_s for span in spans]
 
     def row(
         what: str, planned: float, measured: list[float], form: Callable[[float], str]
@@ -276,6 +281,18 @@ def _compared(run: RunData, budget: RunBudget) -> list[tuple[str, str, str]]:
             "weight update",
             budget.update["seconds"],
             _values(run.updates, "pause_s"),
+            in_seconds,
+        ),
+        *row(
+            "wait for a checkpoint",
+            budget.checkpoint["waits_s"],
+            seconds("checkpoint"),
+            in_seconds,
+        ),
+        *row(
+            "checkpoint's way to disk",
+            budget.checkpoint["writes_s"],
+            seconds("checkpoint_write"),
             in_seconds,
         ),
         *row(
