@@ -9,6 +9,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -432,6 +433,42 @@ HOST = (
 )
 
 
+# Why a goal is missed, by record and variant
+REASONS: dict[tuple[str, str | None], str] = {
+    ("async/trl_h100", None): "It was measured before several processes scored answers.",
+    (
+        "elastic/utilisation",
+        None,
+    ): "With one exchange for all weights, the last bytes are sent when "
+    "no computation is left to hide them. Streaming reaches the goal.",
+    ("trainer/planned", None): "The one step outside is nearly out of memory, and its allocator "
+    "retries stop the device.",
+    ("trainer/published", None): "Rows of the record have a probable reason each: power limits, "
+    "unknown networks, waits for token counts.",
+    ("trainer/offload", None): "Copies of all state last longer than the backward pass that hides "
+    "them. With a quarter of the state on the device, the goal is reached.",
+    (
+        "trainer/fp8_layers",
+        None,
+    ): "FP8 speeds products up. Attention, LM head and optimizer take as "
+    "long as in bfloat16, and quantization reads and writes every activation.",
+    ("trainer/fp8_layers", "mixture: FP8 / bfloat16"): "Products are a sixth of the bfloat16 step, "
+    "so the goal would be missed if they took no time.",
+    (
+        "kernels/sparse_mla",
+        "backward, hopper, local, 131072 keys",
+    ): "The kernel writes a gradient for "
+    "each query and key, and sums them in a fixed order. Both are limited by the memory's rate.",
+    (
+        "kernels/sparse_mla",
+        "forward, flash_mla, random, 131072 keys",
+    ): "This is the library's own speed on this host.",
+    ("trainer/glm5_rank", None): "The bound counts each product once. Recomputation repeats the "
+    "forward pass, and the fixed order of the key gradients' sums costs a pass over memory for each "
+    "query and key. The record lists the longest kernels.",
+}
+
+
 def number(value: float, unit: str) -> str:
     """Format a value: shares as per cent, large numbers with separators, others with 3 digits."""
     unit = UNITS.get(unit, unit)
@@ -487,6 +524,14 @@ def row(line: Line, record: dict[str, Any]) -> str:
     return f"|{'|'.join([*cells, shown.hardware, shown.measured_at])}|"
 
 
+def reasons(lines: list[Line], records: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the title and the reason of each missed goal that has one in `REASONS`."""
+    for line in lines:
+        reason = REASONS.get((line.record, line.variant))
+        if reason and not figure(line, records[line.record], line.variant).holds:
+            yield line.title, reason
+
+
 def page() -> str:
     """Return the page's text. Raise SystemExit if `TOPICS` misses a record or names none."""
     paths = sorted(FOLDER.glob("*/*.json"))
@@ -502,6 +547,10 @@ def page() -> str:
         head = ["", f"## {topic}", "", text, ""]
         head += ["|figure|value|goal|peer|hardware|date|", "|---|--:|--:|---|---|---|"]
         parts += [*head, *(row(line, records[line.record]) for line in lines)]
+        missed = [
+            f"- {title.removeprefix('… ')}: {reason}" for title, reason in reasons(lines, records)
+        ]
+        parts += ["", "Why goals are missed:", "", *missed] if missed else []
     plots = sorted(each.relative_to(FOLDER) for each in FOLDER.glob("*/*.png"))
     parts += ["", "## Plots", "", *(f"![{one.stem}](../benchmarks/{one})\n" for one in plots)]
     return "\n".join(parts).rstrip() + "\n"
