@@ -464,8 +464,8 @@ REASONS: dict[tuple[str, str | None], str] = {
         "forward, flash_mla, random, 131072 keys",
     ): "This is the library's own speed on this host.",
     ("trainer/glm5_rank", None): "The bound counts each product once. Recomputation repeats the "
-    "forward pass, and the fixed order of the key gradients' sums costs a pass over memory for each "
-    "query and key. The record lists the longest kernels.",
+    "forward pass, and the fixed order of the key gradients' sums costs passes over memory for "
+    "each query and key. The record lists the longest kernels.",
 }
 
 
