@@ -277,10 +277,16 @@ def misaligned():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: quantize(torch.zeros(2, 100)), "K a multiple of 128, not 2 × 100"),
-        (lambda: quantize_weight(torch.zeros(2, 64, 128)), "multiple of 128, not 2 × 64 × 128"),
-        (lambda: fp8_linear(torch.zeros(2, 128), [torch.zeros(64, 128)]), "outputs, not 64"),
-        (misaligned, "a multiple of 128 rows, not 130"),
+        (lambda: quantize(torch.zeros(2, 100)), "x is 2 × 100, but FP8 needs .* a multiple of 128"),
+        (
+            lambda: quantize_weight(torch.zeros(2, 64, 128)),
+            "weight is 2 × 64 × 128, but FP8 needs multiples of 128",
+        ),
+        (
+            lambda: fp8_linear(torch.zeros(2, 128), [torch.zeros(64, 128)]),
+            "an FP8 layer has 64 outputs, but needs a multiple of 128",
+        ),
+        (misaligned, "FP8 experts got 130 rows"),
     ],
 )
 def test_other_widths_are_refused(call, words):

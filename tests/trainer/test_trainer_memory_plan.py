@@ -190,7 +190,13 @@ ROUGH = {"lm_head_chunk_tokens 1024", "cp 2, ring", "ep 2 and cp 2, ring"}
 def test_the_plan_of_each_memory_option_is_within_two_percent_and_of_most_within_a_tenth_of_one(
     row,
 ):
-    found = plan_memory(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
+    model, trainer, load = case("qwen3_30b_a3b_16k", **row["bench"]["options"])
+    # Since 2026-12-01, projections are kept beside exchanges too.
+    if trainer.mesh.has_exchange and "projections" in trainer.kept:
+        keep = [name for name in trainer.kept if name != "projections"]
+        memory = trainer.memory.model_dump() | {"activation_checkpointing": selective(*keep)}
+        trainer = Trainer.model_validate(trainer.model_dump() | {"memory": memory})
+    found = plan_memory(model, trainer, load, H200_BYTES)
     assert found.peak_bytes == pytest.approx(
         row["peak_allocated_bytes"], rel=2e-2 if row["variant"] in ROUGH else 1e-3
     )
