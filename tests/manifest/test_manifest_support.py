@@ -45,8 +45,9 @@ REFUSED = [
     (
         changed("reverse_text", inference__tensor_parallel=2),
         "inference.data_parallel·tensor_parallel = 2 on cpu: an engine has one process, or several "
-        "data-parallel ranks of a mixture. Set tensor_parallel to 1, and inference.expert_parallel "
-        "to true or data_parallel to 1. For as many engines, set inference.num_replicas to 2",
+        "data-parallel ranks of a mixture of experts. Set tensor_parallel to 1, and "
+        "inference.expert_parallel to true or data_parallel to 1. For as many engines, set "
+        "inference.num_replicas to 2",
     ),
     (
         changed(
@@ -60,8 +61,9 @@ REFUSED = [
     ),
     (
         changed("reverse_text_moe", transport__routed_experts=True, inference__kv_offload=STORE),
-        "inference.kv_offload.kind 'mooncake': the store keeps no choice of experts. Set "
-        "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false",
+        "inference.kv_offload.kind 'mooncake': the store does not keep the engines' choice of "
+        "experts. Set inference.kv_offload.kind to 'tiers' or 'none', or "
+        "transport.routed_experts to false",
     ),
     (
         changed(

@@ -5,7 +5,7 @@ T tokens, H heads, I input width, O output width, R width of the tail
     linear:         out_to = Σ_i x_ti weight_oi + bias_o
     head_products:  out_tho = Σ_i x_thi weight_hio, followed by the columns of tail_th
 
-In compiled graphs, activation checkpointing finds an operator's results, not those of `F.linear`.
+In compiled graphs, activation checkpointing can keep these operators' results, not `F.linear`'s.
 
 cuBLAS reads and writes the heads' token-major tensors in place. An `einsum` copies its results,
 because it computes them head-major.

@@ -18,7 +18,7 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512  # widths of a key and its value
-HEADS, KEYS = 64, 128  # divisors of the numbers of query heads and of chosen keys
+HEADS, KEYS = 64, 128  # the numbers of query heads and chosen keys must be multiples
 
 
 class FlashMLA(NamedTuple):

@@ -86,7 +86,7 @@ def tiles(
 ) -> list[tuple[slice, slice]]:
     """Return each tile's (tokens, vocabulary) slices.
 
-    A plain tile spans the vocabulary, a Triton tile all tokens.
+    Tiles of the plain backend span the vocabulary. Triton's tiles span all tokens.
     """
     if backend == "plain":
         starts = range(0, num_tokens, chunk_tokens)
@@ -144,7 +144,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         state_4T = initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:  # the plain pass overwrites the logits
+            if keep_logits:  # the plain `update` overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)

@@ -70,7 +70,7 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout that contains `start` (default: working directory), or this file's."""
+    """Return the checkout that contains `start` (default: working directory), or else this file."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():

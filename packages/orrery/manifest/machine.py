@@ -114,7 +114,7 @@ def _told(found: Sequence[Gpu]) -> str:
 
 
 def missing_gpu() -> str | None:
-    """Return why this process can see no GPU, or None if it may see GPUs."""
+    """Return why this process can see no GPU, or None."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return "CUDA_VISIBLE_DEVICES is empty, so no GPU is visible"
     if shutil.which(QUERY[0]) is None and not DEVICE_FILE.exists():

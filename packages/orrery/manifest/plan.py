@@ -86,7 +86,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign a node's devices to its processes, in order. If `shared`, each role starts at 0."""
+    """Assign a node's devices to its processes, in order. If `shared`, roles start at device 0."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -219,8 +219,9 @@ def check_built(manifest: Manifest) -> None:
         )
     if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
         raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': the store keeps no choice of experts. Set "
-            "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false"
+            "inference.kv_offload.kind 'mooncake': the store does not keep the engines' choice of "
+            "experts. Set inference.kv_offload.kind to 'tiers' or 'none', or "
+            "transport.routed_experts to false"
         )
     most = max(inference.data_parallel, inference.of_engine(0).data_parallel)
     if inference.kv_transfer.kind == "mooncake" and most > 1:
@@ -248,9 +249,9 @@ def check_cpu_shape(inference: Inference) -> None:
     if tensor > 1 or (data > 1 and not inference.expert_parallel):
         raise OrreryError(
             f"inference.data_parallel·tensor_parallel = {data * tensor} on cpu: an engine has one "
-            "process, or several data-parallel ranks of a mixture. Set tensor_parallel to 1, and "
-            "inference.expert_parallel to true or data_parallel to 1. For as many engines, set "
-            f"inference.num_replicas to {data * tensor}"
+            "process, or several data-parallel ranks of a mixture of experts. Set tensor_parallel "
+            "to 1, and inference.expert_parallel to true or data_parallel to 1. For as many "
+            f"engines, set inference.num_replicas to {data * tensor}"
         )
 
 

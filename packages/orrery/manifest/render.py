@@ -1,4 +1,4 @@
-"""Render Jsonnet run files to checked manifests. Write none if any run is invalid.
+"""Render Jsonnet run files to checked manifests.
 
 Each key of a run file is a run. Import paths are relative to `jsonnet/` or to the checkout.
 """
@@ -62,7 +62,7 @@ class Evaluator:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
-        if self._lost:  # a failed import whose value lazy Jsonnet did not use
+        if self._lost:  # Jsonnet is lazy and did not use the failed import
             raise OrreryError(self._lost + self._importer)
         return value
 
@@ -226,7 +226,7 @@ def _value(workspace: Workspace, path: Path, name: str) -> Any:
 
 
 def _suggested(said: str) -> str:
-    """Suggest the most similar known setting in an error about an unknown setting."""
+    """Suggest the most similar known setting."""
     if found := _UNKNOWN.match(said):
         known = re.findall(r"\w+", said[found.end() :])
         if near := nearest(found["given"], known):

@@ -180,7 +180,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # with more positions, longrope's angles depend on the longest document
+    for rope in ropes:  # beyond this, longrope's angles depend on the longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads, hidden_size = found.get("num_heads", 1), found.get("hidden_size", 1)

@@ -159,7 +159,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return output [T, D], route counts (None without experts) and keys for later blocks."""
+        """Return output [T, D], route counts (None without experts), later blocks' chosen keys."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

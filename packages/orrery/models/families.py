@@ -129,7 +129,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # transformers means the rotated width
+        "head_dim": mla.rope_head_dim,  # transformers' name of the rotated width
         "rope_interleave": True,
         # vLLM chooses the router by the next two fields.
         "topk_method": "noaux_tc",
@@ -206,7 +206,7 @@ class ModelFamily:
 
     - `ignored`: patterns of Hugging Face tensor names that loading skips.
     - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means one group per layer.
-      FSDP must not cast inputs, because temperatures are float32.
+      FSDP must not cast inputs, because they include float32 temperatures.
     - `expert_modules`: name patterns of modules whose parameters have experts in dimension 0.
     """
 
@@ -242,7 +242,7 @@ FAMILIES = {
 def build(
     model: Model, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> CausalLm:
-    """Return the manifest's network with NaN parameters, or without storage on "meta".
+    """Return the manifest's network. Its parameters are NaN, or have no storage on "meta".
 
     Raise OrreryError for unsupported models, or if transformers is missing.
     """

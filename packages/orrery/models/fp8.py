@@ -1,4 +1,4 @@
-"""Quantize weights to FP8 once per optimizer step, to the values that engines receive.
+"""Quantize weights to FP8 once per optimizer step. Engines receive the same values.
 
 An FP8 layer keeps quantized weights in lists `<name>_fp8`. If its list is empty, a weight is
 quantized in each forward pass.
@@ -53,7 +53,7 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
 
 
 class WeightCache:
-    """Quantize weights without FSDP. The forward pre-hook `refresh` quantizes changed weights."""
+    """FP8 weights of a network without FSDP. The forward pre-hook `refresh` updates them."""
 
     def __init__(self, network: nn.Module):
         self._network = network
@@ -105,7 +105,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (description of a scale tensor, box in it, this rank's scales of that box)."""
+        """Yield (a scale tensor's description, this rank's index ranges in it, their scales)."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])

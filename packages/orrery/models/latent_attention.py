@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): dense, or sparse with keys chosen by an indexer.
 
 Shapes: T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
-unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys or
-head width N + R, J indexer heads, I indexer width
+unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys (or
+head width N + R after H), J indexer heads, I indexer width
 
 MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
 https://arxiv.org/abs/2512.02556. Layers that share keys: GLM-5.1, https://arxiv.org/abs/2603.12201.
@@ -45,7 +45,7 @@ class ChosenKeys(NamedTuple):
     chosen_TK: Tensor  # i32 key indices, −1 for none
     score_TK: Tensor | None = None  # f32
     kl: Tensor | None = None  # f32 [], sum of indexer losses up to this layer
-    differ: Tensor | None = None  # i64 [2], sum of `key_bits` counts up to this layer
+    differ: Tensor | None = None  # i64 [2], counts of `key_bits`, summed up to this layer
 
 
 class KeyIndexer(nn.Module):
@@ -122,7 +122,7 @@ class KeyIndexer(nn.Module):
             compared = q, keys[-1], gate_TJ.detach() * scale_TJ * width**-0.5 * num_heads**-0.5
         else:
             compared = scored
-        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # others: −1
+        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # rest: −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             if self.replays:
@@ -256,7 +256,7 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
     ) -> ChosenKeys:
-        """Add this layer's loss, divided by `num_served`, to `choice.kl`."""
+        """Return `choice` with this indexer's loss, divided by `num_served`, added to `kl`."""
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
         if documents.is_padding is not None:

@@ -73,7 +73,7 @@ def _seed(init: RandomInit, name: str) -> int:
 def initialize_on_device(
     module: CausalLm, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Draw weights on `device`, by default the parameters'. Values depend on device and mesh."""
+    """Draw weights on `device` (default: the parameters'). Values depend on device and mesh."""
     _allocate(module)
     device = device or local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0

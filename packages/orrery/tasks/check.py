@@ -127,7 +127,7 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # With these verdicts, the answer is no example of a reply.
+    # With these verdicts, the answer is not a reply.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]

@@ -43,7 +43,7 @@ FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # most rows that an error names
 TRIED = 16  # rows that test a user's reward function
 LONG_ANSWER = 4  # minimum words of an answer with a derivation
-KEPT = 8192  # cache size, above the rollouts in flight
+KEPT = 8192  # cache size, larger than the number of rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -174,7 +174,7 @@ class Dataset(SingleTurn):
     def _side_of(self, row: dict[str, Any]) -> Split:
         match self.args.held_out:
             case Fraction(fraction=fraction):
-                # Use `str`, because the text of `written` would change the hash and the side.
+                # The hash covers `str` of values. Another text would move rows between sides.
                 return split_of(filled(self.args.prompt, row, str), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
@@ -374,7 +374,7 @@ class Dataset(SingleTurn):
 
     @cached_property
     def digests(self) -> np.ndarray:
-        """Return uint64 digests [rows of `split`, 2], of each row and of its prompt."""
+        """Return uint64 [rows of `split`, 2]: the digests of each row and of its prompt."""
         found = np.empty((len(self._kept), 2), dtype=np.uint64)
         for i, row in enumerate(map(self._row, self._kept.tolist())):
             prompt = filled(self.args.prompt, row)

@@ -32,7 +32,7 @@ from orrery.tasks.task import (
 )
 
 MAX_DRAWS = 1000
-KEPT_DRAWS = 8192  # cache size, above the rollouts in flight
+KEPT_DRAWS = 8192  # cache size, larger than the number of rollouts in flight
 
 
 class Family:
@@ -88,7 +88,7 @@ class ReasoningGym(SingleTurn):
                 return seed, item
         raise OrreryError(
             f"task reasoning_gym: no {self.args.split} question of family {self.args.family} in "
-            f"{MAX_DRAWS} draws. Config {self.args.config} allows too few: widen it"
+            f"{MAX_DRAWS} draws. Config {self.args.config} allows too few questions: widen it"
         )
 
     def problem(self, index: int) -> Problem:

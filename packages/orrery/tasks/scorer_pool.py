@@ -58,9 +58,9 @@ START_S = 120.0  # limit for a process to start, with slow imports
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE
 HASH_SEED = "0"
 SLACK_S = 5.0  # extra time for a process to reply after `limit_s`
-CANARY_EVERY = 500  # number of scored answers between two canaries
+CANARY_EVERY = 500  # answers between two canaries: known answers that test a scorer
 KEPT_SCORES = 10_000
-CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
+CANARY = "spiral_matrix"  # family of reasoning-gym's canary, because its scorer executes answers
 EXACT = {"kind": "exact", "ignore_case": False, "pattern": None}
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
@@ -111,7 +111,7 @@ class ScorerPool:
                 raise OrreryError(
                     f"the process that scores answers {how}. The next answer gets a new process"
                 ) from error
-            except BaseException:  # the next request would receive this score
+            except BaseException:  # or the next request would receive this score
                 scorer.end()
                 raise
             self._idle[kind].append(scorer)
@@ -125,7 +125,7 @@ class ScorerPool:
             return await scorer.score(request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """If due, score a right and a wrong known answer. Raise JudgeBroken for a wrong score."""
+        """If due, score two known answers, right and wrong. Raise JudgeBroken for a wrong score."""
         if scorer.num_until_canary == 0:
             request, right, wrong = _canary(scorer.kind)
             for text, known in ((right, 1.0), (wrong, 0.0)):
@@ -167,7 +167,7 @@ def _warn(note: str) -> None:
 
 @cache
 def _canary(kind: str) -> tuple[Any, str, str]:
-    """Return a request, a right and a wrong answer."""
+    """Return a request, and a right and a wrong answer to it."""
     if kind == "verdict":
         return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
     import reasoning_gym  # slow import
@@ -201,7 +201,7 @@ class _Scorer:
         number, score, note = json.loads(await self._line())
         is_score = isinstance(score, float) and math.isfinite(score)
         if number != self._number or not (is_score or score is None or isinstance(score, str)):
-            raise ValueError(f"no answer to request {self._number}: {number}, {score}")
+            raise ValueError(f"request {self._number} got answer {number} with score {score}")
         if note is not None:
             _warn(note)
         return score
@@ -214,7 +214,7 @@ class _Scorer:
             if not more:
                 raise EOFError
             if len(line) > MAX_LINE_BYTES:
-                raise ValueError("too long")
+                raise ValueError("the line is too long")
         return line
 
     def end(self) -> None:
@@ -358,7 +358,6 @@ def _read(reader: int, until_s: float) -> bytes:
 
 
 def _end_children() -> None:
-    """Kill the fork and its descendants."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in map(int, own.read_text().split()):

@@ -1,4 +1,4 @@
-"""Define tasks with random text: reverse text or words, calculate, sample given lengths.
+"""Define synthetic tasks: reverse text or words, calculate, sample answers of given lengths.
 
 Reward of a reversal: correctly placed characters or words, divided by max(len(reply),
 len(answer)).

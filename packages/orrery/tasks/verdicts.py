@@ -179,7 +179,7 @@ def _choice(text: str, letters: str) -> str | None:
         found = [letter for letter in found if letter in letters]
         if found:
             return found[-1]
-    bare = text.strip(" \t\n*().:").upper()  # a lower-case letter, such as "b" or "(b)."
+    bare = text.strip(" \t\n*().:").upper()  # the reply may be a lower-case letter, such as "(b)."
     return bare if bare in tuple(letters) else None
 
 

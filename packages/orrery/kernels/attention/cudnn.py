@@ -77,7 +77,7 @@ class CudnnDense(AttentionBackend):
         )
         lse_NHL = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()
         tensors = (dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD, lse_NHL[..., None])
-        # Read only with dropout
+        # The kernel reads this only with dropout.
         rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)
         lengths = (q_NHLD.shape[2], k_NGMD.shape[2])
         options = (rng_state, rng_state, None, None, None, *lengths, 0.0, layout.causal)

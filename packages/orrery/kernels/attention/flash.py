@@ -55,7 +55,7 @@ class Flash2(AttentionBackend):
 
     def backward(self, dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
         cu_q, cu_k, max_q, max_k, causal, scale = layout
-        # Read only with dropout
+        # The kernel reads this only with dropout.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=dout_THD.device)
         unused = torch.empty(0, device=dout_THD.device)
         options = (cu_q, cu_k, max_q, max_k, 0.0, causal, rng_state, unused)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
-# Rows or columns of a tile per program, and its warps (half for columns without `score`)
+# (rows or columns of a tile, warps) per program. Columns without `score` use half the warps.
 ROWS, COLUMNS = (32, 4), (64, 4)
 
 

@@ -1,7 +1,7 @@
 """Count the activation bytes per token of a block on a trainer rank.
 
-Variables: c is the bytes of a computed value, h is query heads × head size, and g is key heads ×
-head size.
+Variables: c is the bytes of a `compute_dtype` value, h the width of all query heads, and g the
+width of all key heads.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: held until the backward pass. `backward`: maximum that this pass adds.
-    `late`: maximum that it adds after experts' gate and up projections have gradients.
+    `kept`: held until the backward pass. `backward`: maximum that the backward pass adds.
+    `late`: this maximum once gradients of the experts' gate and up projections exist.
     """
 
     kept: int
@@ -30,10 +30,10 @@ class _Results:
     """Bytes per token of a block's forward tensors.
 
     - `named`: tensors that selective checkpointing can keep, by name in `keep`.
-    - `unread`: more tensors of these names, unused by the backward pass.
+    - `unread`: tensors kept under these names, but not read by the backward pass.
     - `rest`: unnamed tensors.
     - `for_attention`: recomputed tensors that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: bytes of each recomputed module in that half-block.
+    - `of_attention`, `of_feed_forward`: each module that `ModuleCheckpointing` recomputes.
     """
 
     named: dict[str, int]
@@ -208,7 +208,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     gradient = moe.expert_intermediate_size
     if lora is not None and "experts" in lora.targets:
         if trainer.memory.checkpoints(layer) and "experts" not in trainer.kept:
-            # The gradient, or the recomputed output of the down projection, is larger.
+            # The recomputed output of the down projection may exceed the gradient of its input.
             gradient = max(gradient, model.hidden_size)
         gradient += lora.rank
     per_slot = rows * model.hidden_size + gradient

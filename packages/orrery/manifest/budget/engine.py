@@ -32,9 +32,9 @@ SEQUENCE_S = 10e-6  # host time per sampled token: scheduling, log-probs, respon
 LAYER_S = 60e-6  # time of short kernels and gaps, per layer of a decode step
 EXPERTS_SHARE = 0.7  # share of memory bandwidth at which a decode step reads routed experts
 PRODUCTS_SHARE = 0.7  # share of the product rate that prefill reaches
-# Start of a ring collective, a step in a node, a step between nodes: `graph/tuning.cc` of NCCL.
+# Seconds to start a ring collective, per step in a node, and between nodes (NCCL's `tuning.cc`)
 COLLECTIVE_S, LINK_STEP_S, NETWORK_STEP_S = 14e-6, 1.9e-6, 4e-6
-DEEPEP_SHARE = 0.87  # share of the network's rate in DeepEP's README, 64 GPUs
+DEEPEP_SHARE = 0.87  # share of the network's rate that DeepEP reaches on 64 GPUs (its README)
 
 Bytes = dict[str, int]
 
@@ -218,7 +218,7 @@ def prefill_s(
 
 
 def _all_reduce_s(model: Model, inference: Inference, tokens: float, rates: Rates) -> float:
-    """Return the seconds of tensor-parallel sums: two a layer, which send each value twice."""
+    """Return the seconds of tensor-parallel all-reduces, two per layer."""
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
     tensor = inference.tensor_parallel
     return 4 * num_bytes * (tensor - 1) / tensor / rates.link_bytes
@@ -227,11 +227,11 @@ def _all_reduce_s(model: Model, inference: Inference, tokens: float, rates: Rate
 def exchange_s(
     model: Model, inference: Inference, tokens: float, steps: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds in which all experts' layers get tokens and return them, in `steps` steps.
+    """Return the seconds of dispatch to experts and combination in all MoE layers.
 
-    Each data-parallel rank has `tokens` tokens. "allgather_reducescatter" sends all of them to all
-    devices. DeepEP sends a token once per expert ("deepep_low_latency"), or once per node of its
-    experts ("deepep_high_throughput").
+    Each data-parallel rank has `tokens` tokens in `steps` steps. "allgather_reducescatter" sends
+    them to all devices. DeepEP sends a token once per expert ("deepep_low_latency"), or once per
+    node of its experts ("deepep_high_throughput").
     """
     devices, nodes = inference.devices_per_replica, inference.nodes_per_replica
     if (moe := model.moe) is None or devices == inference.tensor_parallel:
@@ -243,7 +243,7 @@ def exchange_s(
     if inference.all2all_backend == "allgather_reducescatter":
         start = COLLECTIVE_S + (nodes - 1) * NETWORK_STEP_S + (devices - nodes) * LINK_STEP_S
         whole = (out + back) * inference.data_parallel
-        between = whole * (nodes - 1) / nodes / (here * network)  # each device's link takes a part
+        between = whole * (nodes - 1) / nodes / (here * network)  # all devices of a node send
         seconds = max(between, whole * (devices - 1) / devices / rates.link_bytes)
     else:
         if inference.quantization == "fp8":

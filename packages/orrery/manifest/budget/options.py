@@ -3,8 +3,9 @@
 Tiers of options: 0 costs little speed, 1 moves all trainer state to host memory, 2 adds
 devices.
 
-`memory_misfits` must be certain, so it lowers the trainer's planned peak by `LARGEST_ERROR`, and
-counts only an engine's weights, cache and CUDA context. `memory_doubts` uses the full plan.
+`memory_misfits` reports only certain excesses: it lowers the trainer's planned peak by
+`LARGEST_ERROR`, and counts only an engine's weights, cache and CUDA context. `memory_doubts` uses
+the full plan.
 """
 
 import json
@@ -281,7 +282,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return two sets to recompute: modules without matrix products, and all modules."""
+    """Return two sets of modules to recompute: without matrix products, and all."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]
@@ -352,7 +353,7 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
     return text + values
 
 
-FRAGMENTATION = 0.065  # median of the allocator's unusable / allocated bytes in benchmarks/trainer
+FRAGMENTATION = 0.065  # torch's unusable / allocated bytes: median of benchmarks/trainer
 LARGEST_ERROR = 0.1  # bounds the relative errors in benchmarks/trainer/planned.json
 GIB = 2**30
 
@@ -377,7 +378,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def memory_doubts(run: Manifest) -> Iterator[str]:
-    """Yield a sentence per role that may not fit, as its planned memory exceeds a device's."""
+    """Yield a sentence per role whose planned memory exceeds a device's."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face" or any(memory_misfits(run)):
         return
@@ -408,10 +409,9 @@ def _trainer_sentence(found: "_TrainerMisfit", capacity: int, needs: str, doubt:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values by manifest field that make the engines fit into device memory.
+    """Return {field: value} that makes the engines or, if they fit, the trainer fit into memory.
 
-    If engines fit, make the trainer fit, without more devices. Return {} if the run fits or no
-    change suffices.
+    Add no devices. Return {} if the run fits or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -439,7 +439,7 @@ def _trainer_misfit(
 ) -> _TrainerMisfit | None:
     """Return the first stage whose trainer exceeds device memory.
 
-    `is_certain`: ignore an excess within `LARGEST_ERROR`.
+    `is_certain`: count only the bytes that `memory_misfits` counts.
     """
     engine_bytes = _least_engine_bytes(run) if is_certain else _engine_bytes(run, run.inference)
     stages = ["rl"] if run.stages.sft is None else ["sft", "rl"]
@@ -472,7 +472,7 @@ def _engine_bytes(run: Manifest, inference: Inference) -> int:
 
 
 def unplanned_bytes(run: Manifest, plan: MemoryPlan) -> dict[str, int]:
-    """Return a trainer rank's device bytes outside `plan`, by kind."""
+    """Return {kind: a trainer rank's device bytes that `plan` omits}."""
     found, mesh = {}, run.trainer.mesh
     if run.hardware.accelerator != "cpu":
         found["fragmentation"] = int(FRAGMENTATION * plan.peak_bytes)

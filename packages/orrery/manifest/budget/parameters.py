@@ -67,7 +67,7 @@ class UnitParameters:
 class ParameterCounts:
     """Parameter counts of all FSDP units, in forward order.
 
-    `before`: embedding. `after`: last norm, LM head. If embeddings are tied, only `root` has these.
+    `before`: embedding. `after`: last norm, LM head. `root`: tied embedding and last norm.
     `largest_in_a_layer`: size of the largest trained weight of a block.
     """
 
@@ -231,7 +231,7 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return the parameters that multiply each token, by field of `Flops`.
+    """Return the numbers of parameters that multiply each token.
 
     Raise OrreryError unless `is_counted(model)`.
     """
@@ -287,7 +287,10 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def attends_sparsely(model: Model, lengths: Sequence[int], cp: int) -> bool:
-    """Return whether attention reads only chosen keys, as indexers always do if `cp` > 1."""
+    """Return whether attention reads only chosen keys.
+
+    With indexers, it does if `cp` > 1 or a document exceeds `top_k`.
+    """
     has_indexer = model.mla is not None and model.mla.indexer is not None
     return has_indexer and (cp > 1 or _is_sparse(model, lengths))
 

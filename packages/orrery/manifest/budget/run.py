@@ -1,7 +1,8 @@
 """Plan each role's memory, the time of a step, and the bytes between roles.
 
-Memory is planned for rollouts of maximum length, time for rollouts of mean length. `spread_step_s`
-is for exponential lengths, truncated at the maximum (the distribution of largest entropy).
+Memory is planned for rollouts of maximum length, time for rollouts of mean length. Fields with
+`spread_` are for exponential lengths, truncated at the maximum (the distribution of largest
+entropy).
 
 Trainer and engines overlap, so the slower role sets the step's time. On shared devices they take
 turns.
@@ -39,9 +40,9 @@ MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
 COLUMN_BYTES = 17  # bytes of a batch per token: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes/s of 'nccl' and 'nixl' weight updates
 UPDATE_S = 0.05  # time to pause and resume engines
-LENGTHS = 256  # quantiles of exponential rollout lengths in the engines' plan
+LENGTHS = 256  # number of quantiles of exponential rollout lengths
 FILE_BYTES = 1e9  # bytes/s at which a node reads or writes files
-COPY_BYTES = 8.8e9  # bytes/s of a rank's copy for a checkpoint: benchmarks/trainer/checkpoint.json
+COPY_BYTES = 8.8e9  # bytes/s of a rank's checkpoint to the host: benchmarks/trainer/checkpoint.json
 WEIGHTS = "weights to engines"
 KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
@@ -80,18 +81,18 @@ class RunBudget:
     step_s: float
     slower: str
     num_steps: int
-    spread_step_s: float  # for exponential rollout lengths
+    spread_step_s: float
     longest_step_s: float  # for rollouts of maximum length
     staleness: float
-    spread_staleness: float  # if lengths spread
-    too_old: dict[str, float]  # if lengths spread: see `RunPlan.too_old`
+    spread_staleness: float
+    too_old: dict[str, float]  # for exponential lengths: see `RunPlan.too_old`
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # per step, by direction
     collective_bytes: dict[str, dict[str, float]]  # of the trainer per step, by collective and link
     layer_gather_bytes: dict[str, int]
-    other_ep: dict[str, Bytes]  # "with ep N" → change of memory by kind
+    other_ep: dict[str, Bytes]  # {"with ep N": {kind: change of memory}}
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
 
@@ -107,7 +108,7 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """`tokens`: mean tokens of a rollout. `network`: a device's bytes/s between nodes."""
+    """Plan a run. `tokens`: a rollout's mean. `network`: a device's bytes/s between nodes."""
     longest = manifest.inference.max_model_len_tokens
     if tokens is not None and tokens > longest:
         raise OrreryError(
@@ -167,7 +168,7 @@ def spread_lengths(mean: float, longest: int, count: int) -> list[float]:
 
 
 class RunPlan:
-    """`is_spread`: plan exponential rollout lengths instead of equal lengths."""
+    """The plan of a run. `is_spread`: rollout lengths are exponential instead of equal."""
 
     def __init__(
         self,
@@ -258,7 +259,7 @@ class RunPlan:
 
     @property
     def sampled_again(self) -> float:
-        """Return the sampled tokens of a rollout that a prefill engine computes in later turns."""
+        """Return a rollout's sampled tokens that prefill engines compute again in later turns."""
         one = self.inference
         sampled = (self.tokens - self.prompt) / self.turns
         if not one.prefill_replicas or sampled <= one.max_local_prefill_tokens:
@@ -327,8 +328,8 @@ class RunPlan:
     def spread_staleness(self) -> float:
         """Return the mean age of a trained token, in steps. A group waits for its longest rollout.
 
-        Of G independent lengths, the longest is at most the i-th of N quantiles with probability
-        (i / N)^G. A token is sampled E[L²] / 2 E[L] after its rollout's start, on average.
+        The longest of G independent lengths is at most the i-th of N quantiles with probability
+        (i / N)^G. The mean position of a token in its rollout is E[L²] / 2 E[L].
         """
         orchestrator, (step_s, slower, _) = self.manifest.orchestrator, self.pace()
         group = orchestrator.algorithm.group_size
@@ -342,10 +343,10 @@ class RunPlan:
         return min(age, float(orchestrator.max_off_policy_steps))
 
     def too_old(self) -> dict[str, float]:
-        """Return the share of "groups" that the orchestrator drops, and the "steps" that keep all.
+        """Return the share of dropped "groups", and the `max_off_policy_steps` that drops none.
 
-        It drops a group whose longest rollout lasts for more than `max_off_policy_steps` + 1 steps.
-        A run with 0 steps waits for its rollouts.
+        The orchestrator drops a group whose longest rollout lasts more than this number + 1. With
+        0, the run waits for its rollouts.
         """
         orchestrator, step_s = self.manifest.orchestrator, self.pace()[0]
         most, group = orchestrator.max_off_policy_steps, orchestrator.algorithm.group_size
@@ -437,7 +438,7 @@ class RunPlan:
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
             layers, choice = self.model.num_layers, self.manifest.choice_bytes
             layer_bytes = (self.manifest.route_bytes - choice) // layers
-            if not choice:  # rows of experts leave out dense layers, unless they have chosen keys
+            if not choice:  # rows cover dense layers only if they include chosen keys
                 layers -= moe.num_dense_layers
             found["routed experts to trainer"] = self.batch_tokens * layers * layer_bytes
         if self.manifest.choice_bytes:
@@ -453,7 +454,7 @@ class RunPlan:
         )
 
     def layer_gather(self) -> dict[str, int]:
-        """Return a rank's gathered bytes for the largest block, without and with `ep`."""
+        """Return the bytes that a rank gathers for the largest block, without and with `ep`."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep

@@ -266,7 +266,7 @@ def _memory(budget: RunBudget) -> Iterator[str]:
     if budget.capacity_bytes is not None:
         yield _row("capacity", [budget.capacity_bytes for _ in roles])
         if budget.shares_devices:
-            fullest = max(role.total_bytes for role in roles[1:])  # engine roles share no device
+            fullest = max(role.total_bytes for role in roles[1:])  # engines share no device
             yield _row("sum of both on one device", [roles[0].total_bytes + fullest])
     for name, kinds in budget.other_ep.items():
         large = {kind: size / GIB for kind, size in kinds.items() if abs(size) >= GIB / 100}
@@ -297,7 +297,7 @@ def host_misfits(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
 
 
 def warning_misfit(budget: RunBudget, warning_s: float) -> Iterator[str]:
-    """Yield a sentence if a job's warning comes too late for the last step and its checkpoint."""
+    """Yield a sentence if Slurm's warning leaves too little time for a step and a checkpoint."""
     needed_s = budget.step_s + sum(budget.checkpoint[name] for name in ("waits_s", "writes_s"))
     if needed_s > warning_s:
         yield (
@@ -406,7 +406,7 @@ def search(
 
 
 def _proposals(role: str, now_s: float, fits: bool, layouts: list[Proposal]) -> Iterator[str]:
-    """Yield the layouts, without slower ones if the run `fits`."""
+    """Yield lines that describe the layouts. If the run `fits`, omit slower layouts."""
     yield f"{role}: {in_seconds(now_s)} a batch as it is; the fastest layouts that fit:"
     most_s = (1 - GAIN) * now_s if fits else math.inf
     shown = [one for one in layouts if one.seconds < most_s]

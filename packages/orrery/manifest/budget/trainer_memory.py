@@ -2,7 +2,7 @@
 
 Torch's allocator reserves more.
 
-Variables: c is the bytes of a computed value, p of a stored weight, and r of a reduced value.
+Variables: c, p, r are the bytes of a value in `compute_dtype`, `param_dtype`, `reduce_dtype`.
 """
 
 from collections.abc import Iterator
@@ -32,13 +32,12 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# bytes of optimizer state in a bucket:
-OFFLOADED_BYTES = 128 << 20  # of offloaded state: large enough for PCIe's full rate
-WHOLE_BYTES = 256 << 20  # for Muon, offloaded or not, so that results are equal
+OFFLOADED_BYTES = 128 << 20  # bucket of offloaded optimizer state: enough for PCIe's full rate
+WHOLE_BYTES = 256 << 20  # bucket of Muon's state, equal without offload, as are its results
 NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of each such value
-FREE_SHARE = 0.9  # share of free memory for offloaded state, because plans have errors
+FREE_SHARE = 0.9  # usable share of planned free device memory, because plans have errors
 
 Bytes = dict[str, int]
 
@@ -81,7 +80,7 @@ def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A rank's device bytes by moment of a step and category, and host bytes."""
+    """A rank's host bytes, and `moments`: {moment of a step: {category: device bytes}}."""
 
     moments: dict[str, Bytes]
     host_bytes: int
@@ -102,7 +101,7 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """`device_bytes`: device memory. It sets the LM head's "auto" chunks."""
+    """Plan a rank's memory. `device_bytes` sets the LM head's "auto" chunks."""
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())
@@ -294,7 +293,7 @@ class _StepPlan:
         return self.c * unit.gathered(self.ep) if self.is_sharded else 0
 
     def prefetched(self, unit: UnitParameters) -> int:
-        """Return the bytes gathered before use. A single shard is only cast, at use."""
+        """Return the bytes gathered before use. With one shard, weights are cast at use."""
         if not self.is_sharded or self.shards == 1:
             return 0
         experts = (unit.trained_experts + unit.frozen_experts) // self.ep
@@ -309,7 +308,10 @@ class _StepPlan:
         return width * unit.gathered_trained(self.ep)
 
     def during_backward(self, unit: UnitParameters) -> int:
-        """Return the bytes of a block's gradients. Compute copies have one gradient at a time."""
+        """Return the bytes of a block's gradients in its backward pass.
+
+        With compute copies, only one weight's gradient is in the compute dtype at a time.
+        """
         if not self.trainer.has_compute_copies:
             return self.own(unit)
         moved = self.reduced_gradient(unit) - self.earlier_gradient(unit)
@@ -351,10 +353,10 @@ class _StepPlan:
 
 @dataclass(frozen=True)
 class StateRooms:
-    """Bytes of offloaded optimizer state that fit below the planned peak memory, by block.
+    """Bytes of offloaded optimizer state that fit below the planned peak memory.
 
-    `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during the LM
-    head's. `arriving`: from the block's last backward pass to the step's end.
+    `forward`, `backward`: during each block's passes in the first micro-batch. `head`: during the
+    LM head's passes. `arriving`: from each block's last backward pass to the step's end.
     """
 
     forward: tuple[int, ...]
@@ -388,10 +390,10 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # The plan `first` omits unsharded gradients that wait for later micro-batches.
+    # The plan `first` omits unsharded gradients, which micro-batches accumulate.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # maximum used bytes from each moment to the last
+    # maximum used bytes from each moment to the step's end
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

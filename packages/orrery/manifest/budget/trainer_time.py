@@ -27,14 +27,14 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
-# Collectives slow kernels by this share: they use 16 of 132 multiprocessors, and bandwidth.
+# Share by which collectives slow kernels, as they use 16 of 132 multiprocessors, and bandwidth
 COLLECTIVES_SHARE = 0.2
 LAUNCH_S = 0.7e-3  # minimum host time to launch a block's kernels for a micro-batch
 IDLE_SHARE = 0.015  # idle share of a step
 EAGER = 2.5  # bytes of elementwise operations: eager / compiled
 FORWARD_SHARE = 0.3  # the forward pass's share of computation
 BOTH_WAYS = 0.85  # each direction's share of the host link's rate if both are busy
-QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
+QUEUED_SHARE = 0.5  # share of computation that hides FSDP's collectives, if cp > 1
 MUON_SHARE = 0.7  # share of the dense rate that Newton-Schulz products reach
 # Shares of the dense rate, from benchmarks/trainer/context_rank.json and glm5_rank.json
 SPARSE_FORWARD_SHARE = 0.75
@@ -46,7 +46,7 @@ FP8_EXPERTS_SHARES = 0.9, 0.36  # products of experts, and their weight gradient
 QUANTIZATION_SHARE = 0.6  # quantization of activations by rows and columns
 EXPERT_WAIT_S = 7e-3  # the host's wait for token counts, per MoE block and micro-batch
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
-HOST_OPTIMIZER = 32e9  # bytes/s of optimizer and gradient sums on the host
+HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _computation(
 def _attention_s(
     model: Model, operations: float, lengths: Sequence[int], cp: int, rates: Rates
 ) -> float:
-    """Return the seconds of `operations` in a backward pass and at least one forward pass."""
+    """Return the seconds of attention's forward and backward passes of `operations` FLOPs."""
     if not attends_sparsely(model, lengths, cp):
         mean = sum(n * n for n in lengths) / max(1, sum(lengths))
         return operations / rates.attention_flops * (1 + rates.attention_half_tokens / max(1, mean))
@@ -205,12 +205,12 @@ def _adapter_bytes(model: Model, trainer: Trainer) -> tuple[float, float]:
 def _products_s(
     model: Model, trainer: Trainer, work: Flops, num_tokens: int, rates: Rates
 ) -> tuple[float, float]:
-    """Return the seconds of products: (outside experts, of experts). `num_tokens`: of the step."""
+    """Return the seconds of a step's products: (outside experts, of experts)."""
     dense_s, grouped_s = work.projections / rates.dense_flops, work.experts / rates.grouped_flops
     if not model.fp8 or rates.fp8_flops <= rates.dense_flops:
         return dense_s, grouped_s
     active = active_parameters(model)
-    per_weight = 0 if trainer.lora is not None else 2 * num_tokens  # of its gradient
+    per_weight = 0 if trainer.lora is not None else 2 * num_tokens  # FLOPs of its gradient
 
     def fp8_s(operations: float, gradients: float, share: float, gradient_share: float) -> float:
         rest_s = (operations - gradients) / (share * rates.fp8_flops)
@@ -236,10 +236,10 @@ def _quantization_s(
 ) -> float:
     """Return the seconds of FP8's elementwise operations in a step of a rank.
 
-    - A product's input and its output's gradient are read, and written in FP8 by rows and columns.
-    - A weight is too, after a copy beside those with the same input. With FSDP, each pass repeats
-      this. Without, a step does it once.
-    - A weight's gradient is zeroed and read in float32, and written.
+    - Products' inputs and output gradients are read, and written in FP8 by rows and columns.
+    - Weights with the same input are joined. Then weights are read, and written in FP8 in two
+      layouts: in each pass with FSDP, otherwise once per step.
+    - Weights' gradients are zeroed and read in float32, and written.
     """
     c, is_trained = DTYPE_BYTES[trainer.compute_dtype], trainer.lora is None
     per_token = per_step = 0.0
@@ -369,9 +369,9 @@ def _optimizer_s(
 def _state_copies_s(
     num_bytes: float, room: int, micro_batch_s: float, has_more: bool, rates: Rates
 ) -> float:
-    """Return the exposed seconds of state copies.
+    """Return the exposed seconds of copies of offloaded optimizer state.
 
-    `room`: device bytes for states copied outside the optimizer step.
+    `room`: device bytes for state that arrives before the optimizer step.
     """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
@@ -419,7 +419,7 @@ def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
 class Traffic:
     """Bytes that one rank sends.
 
-    - `gather`, `reduction`: one pass over weights or gradients, without experts.
+    - `gather`, `reduction`: one gather of weights, or reduction of gradients, without experts.
     - `cp`, `ep`, `replicas`: a step's exchanges along a mesh axis.
     """
 
@@ -511,7 +511,7 @@ def step_bytes(
 
 
 def _collectives(trainer: Trainer, micro_batches: int) -> tuple[int, int]:
-    """Return (gathers of a weight, reductions of a gradient) in a step."""
+    """Return how often a step gathers each weight, and reduces each gradient."""
     gathers = micro_batches * (2 if trainer.fsdp.reshard_after_forward else 1)
     reductions = micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
     return gathers, reductions

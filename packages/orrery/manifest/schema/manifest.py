@@ -114,8 +114,8 @@ class GuestEngines(Record):
 class Orchestrator(Record):
     """Sampling of rollouts, and their selection for training.
 
-    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. They fill the batch
-    only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
+    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. Such groups fill the
+    batch only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
 
     `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": count
     them with reward 0 in evaluations and in their group's mean, but never train them.

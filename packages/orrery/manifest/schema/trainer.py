@@ -20,8 +20,8 @@ from orrery.manifest.schema.model import (
 )
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-# host bytes per trained parameter; all values are float32
-OUTER_BYTES = 8  # weight at the round's start, and outer momentum
+# Host bytes per trained parameter in elastic training, in float32
+OUTER_BYTES = 8  # weight at the start of a round (see `Elastic`), and outer momentum
 HOST_BYTES = 12  # OUTER_BYTES, and the weight's change Δ
 FEEDBACK_BYTES = 8  # codec errors of the last and current exchange
 

@@ -224,7 +224,7 @@ def recomputable_modules(model: Model) -> list[RecomputedModule]:
     if model.family == "hugging_face":
         return []
     has_experts = "experts" in block_parts(model)
-    has_activation = has_experts and "experts" not in (model.fp8 or ())  # FP8 experts fuse it
+    has_activation = has_experts and "experts" not in (model.fp8 or ())  # FP8 experts fuse SwiGLU
     found: list[RecomputedModule] = ["norms", "attention_projections"]
     found += ["router"] if has_experts else []
     return [*found, "experts_activation"] if has_activation else found
