@@ -1259,13 +1259,13 @@ def test_args_of_a_task_are_checked_without_weights(what, checkout, monkeypatch,
     assert sentence in err
 
 
-def test_a_check_of_tasks_that_breaks_is_one_sentence_and_writes_nothing(
+def test_a_check_of_tasks_that_crashes_is_one_sentence_and_writes_nothing(
     checkout, monkeypatch, capsys
 ):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert orrery("render") == 2
     assert capsys.readouterr().err.startswith(
-        "error: the check of tasks broke (it ended with code 1)"
+        "error: the check of tasks crashed (it ended with code 1)"
     )
     assert not (checkout / "manifests").exists()
 

@@ -459,7 +459,7 @@ def test_a_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_path)
 
 @pytest.mark.parametrize("roles", [["user"], ["assistant"], ["user", "assistant", "user"]])
 def test_an_example_ends_with_the_assistant(characters, roles):
-    with pytest.raises(OrreryError, match="an example ends with an assistant message"):
+    with pytest.raises(OrreryError, match="an example must end with an assistant message"):
         characters.example([Message(role, "x") for role in roles])
 
 

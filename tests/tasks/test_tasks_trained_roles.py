@@ -167,7 +167,7 @@ def test_a_chat_may_end_with_any_trained_role_and_must_have_something_to_train(c
     )
     with pytest.raises(
         OrreryError,
-        match=r"assistant or tool message and does not begin with an assistant message",
+        match=r"assistant or tool message and must not begin with an assistant message",
     ):
         characters.example([asked, answered, asked], (), ("tool",))
     with pytest.raises(OrreryError, match=r"no message has a role in trained_roles \['tool'\]"):

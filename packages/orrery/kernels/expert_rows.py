@@ -29,7 +29,7 @@ Backend = Literal["aten", "triton"]
 class RowOrder(NamedTuple):
     """The order of slots sorted by expert. Slot t·K + k is for token t's k-th expert."""
 
-    row_M: Tensor  # i64: slot of each row (padding: 0)
+    row_M: Tensor  # i64: slot of each row, 0 for padding
     place_TK: Tensor  # i64: row of each slot
     ends_E: Tensor  # i32: end of each expert's rows
     counts_E: Tensor  # i32: number of each expert's slots

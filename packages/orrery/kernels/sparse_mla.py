@@ -6,7 +6,7 @@ T queries, H heads, S keys, K chosen keys per query, D key width, V value width
     out_th = Σ_k p_thk kv_j[:V]                lse_th = log Σ_k exp(scale · (q_th · kv_j))
 
 All heads share the keys. A key's first V columns are its value (DeepSeek-V2,
-https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+https://arxiv.org/abs/2405.04434, section 2.1).
 """
 
 # mypy: disable-error-code="no-untyped-def"

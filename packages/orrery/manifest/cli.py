@@ -127,7 +127,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     last = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
     if not last.startswith("error: "):
         raise OrreryError(
-            f"the check of tasks broke ({last}). Type `orrery check RUN` for each run"
+            f"the check of tasks crashed ({last}). Type `orrery check RUN` for each run"
         )
     num_passed = sum(line.startswith(FIRST_LINE) for line in done.stdout.splitlines())
     raise OrreryError(f"{manifests[num_passed][0]}: {last.removeprefix('error: ')}")

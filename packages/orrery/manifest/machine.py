@@ -40,7 +40,7 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-# A file is overwritten only if line 1 has this text and the other lines' digest.
+# Only a file whose first line has this text and a digest of the other lines is overwritten.
 WRITTEN = "Written by `orrery "
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # attempts to fit a run into memory
@@ -129,7 +129,7 @@ def gpus() -> dict[str, Gpu]:
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=WITHIN_S)
     except subprocess.TimeoutExpired:
-        raise OrreryError(f"`nvidia-smi` has not answered in {WITHIN_S} s. Restart it") from None
+        raise OrreryError(f"`nvidia-smi` has not answered in {WITHIN_S} s. Reboot") from None
     if done.returncode:
         said = " ".join((done.stdout + done.stderr).split())[:200]
         raise OrreryError(
@@ -311,7 +311,7 @@ def _adapted(
     adapted = f"{name}_on_{machine.accelerator}"
     path = workspace.root / "jsonnet" / "runs" / f"{adapted}.jsonnet"
     if (other := file_of(workspace, adapted) or path) != path:
-        raise OrreryError(f"run {adapted!r} exists in {workspace.shown(other)}. Rename it")
+        raise OrreryError(f"run {adapted!r} exists in {workspace.shown(other)}. Rename that run")
     key = name if name.isidentifier() else f"['{name}']"
     origin = import_of(workspace, run.file).replace('"', "'")
     lines = [

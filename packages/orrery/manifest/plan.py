@@ -86,7 +86,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign a node's devices to its processes, in order. If `shared`, roles start at device 0."""
+    """Assign devices to a node's processes, in order. If `shared`, each role starts at device 0."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:

@@ -262,7 +262,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the library refuses a run, evaluate each run alone, so that the error names the run."""
+    """If the library refuses a run, evaluate each alone, so that the error names it."""
     try:
         yield
     except OrreryError as error:
@@ -290,8 +290,8 @@ def _rendered(workspace: Workspace, name: str, data: Any, path: Path) -> Rendere
     manifest = check(data, f"{workspace.shown(path)}: {name}")
     if manifest.name != name:
         raise OrreryError(
-            f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}. Wrap the "
-            "runs in lib/named.libsonnet"
+            f"{workspace.shown(path)}: a run's name is {manifest.name!r}, and the key is {name!r}. "
+            "Wrap the runs in lib/named.libsonnet"
         )
     return Rendered(manifest, path)
 

@@ -57,7 +57,7 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the model, and why its family is `hugging_face` or None.
+    """Return the model, and None or the reason for family `hugging_face`.
 
     Raise OrreryError for types unknown to transformers, and for quantization except FP8 blocks.
     """
@@ -180,7 +180,8 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond this, longrope's angles depend on the longest document
+    # Beyond the original positions, longrope's angles depend on the longest document.
+    for rope in ropes:
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads, hidden_size = found.get("num_heads", 1), found.get("hidden_size", 1)

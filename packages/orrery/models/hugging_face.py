@@ -302,7 +302,7 @@ class HuggingFaceLm(CausalLm):
                 buffer.copy_(filled._buffers[key])
                 if buffer.is_floating_point() and filled._buffers[key].isnan().any():
                     unknown[f"{name}.{key}"] = buffer
-        if unknown:  # some bodies fill their layers' buffers, which the copy shares
+        if unknown:  # bodies may fill buffers of layers, and `_nan_copy` shares layers
             init_weights(_nan_copy(self.body))
         for name, buffer in unknown.items():
             if buffer.isnan().any():

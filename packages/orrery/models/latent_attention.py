@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): dense, or sparse with keys chosen by an indexer.
 
 Shapes: T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
-unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys (or
-head width N + R after H), J indexer heads, I indexer width
+unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys (in
+THK and SHK: head width N + R), J indexer heads, I indexer width
 
 MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
 https://arxiv.org/abs/2512.02556. Layers that share keys: GLM-5.1, https://arxiv.org/abs/2603.12201.
@@ -122,7 +122,8 @@ class KeyIndexer(nn.Module):
             compared = q, keys[-1], gate_TJ.detach() * scale_TJ * width**-0.5 * num_heads**-0.5
         else:
             compared = scored
-        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # rest: −1
+        # Columns after `longest` are all −1.
+        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             if self.replays:

@@ -89,7 +89,7 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self.tokenizer.no_truncation()  # the file may keep settings of a fine-tuning
+            self.tokenizer.no_truncation()  # tokenizer.json may set a truncation
             self.tokenizer.no_padding()
         except Exception as error:
             raise OrreryError(
@@ -220,8 +220,8 @@ class Renderer:
         last = ["assistant", *(role for role in trained_roles if role != "assistant")]
         if not roles or roles[0] == "assistant" or roles[-1] not in last:
             raise OrreryError(
-                f"chat of roles {roles}: an example ends with an {' or '.join(last)} message "
-                "and does not begin with an assistant message"
+                f"chat of roles {roles}: an example must end with an {' or '.join(last)} message "
+                "and must not begin with an assistant message"
             )
         of_assistant = [EVERYTHING] if "assistant" in trained_roles else []
         first = messages[: turns[0] if turns else None]
@@ -346,7 +346,7 @@ class Renderer:
         if not ends:
             raise OrreryError(
                 "tokenizer: in its chat template the assistant's turn ends with "
-                f"{after!r}, which is no stop token. Set eos_token to its end"
+                f"{after!r}, which is no stop token. Set eos_token to the turn's last token"
             )
         return min(ends)[1]
 

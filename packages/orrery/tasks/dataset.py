@@ -43,7 +43,7 @@ FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # most rows that an error names
 TRIED = 16  # rows that test a user's reward function
 LONG_ANSWER = 4  # minimum words of an answer with a derivation
-KEPT = 8192  # cache size, larger than the number of rollouts in flight
+KEPT = 8192  # cache size, more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -413,7 +413,7 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-ROW_S = 10.0  # a fork checks rows, because SIGALRM ends a fork even in C code
+ROW_S = 10.0  # limit per row, checked in a fork, because SIGALRM ends it even in C code
 
 
 class RowFailed(Exception):

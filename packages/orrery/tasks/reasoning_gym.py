@@ -32,7 +32,7 @@ from orrery.tasks.task import (
 )
 
 MAX_DRAWS = 1000
-KEPT_DRAWS = 8192  # cache size, larger than the number of rollouts in flight
+KEPT_DRAWS = 8192  # cache size, more than rollouts in flight
 
 
 class Family:

@@ -170,7 +170,7 @@ def _canary(kind: str) -> tuple[Any, str, str]:
     """Return a request, and a right and a wrong answer to it."""
     if kind == "verdict":
         return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
-    import reasoning_gym  # slow import
+    import reasoning_gym
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
     return [CANARY, {}, 0, item["question"]], item["answer"], "[]"

@@ -32,7 +32,7 @@ SEQUENCE_S = 10e-6  # host time per sampled token: scheduling, log-probs, respon
 LAYER_S = 60e-6  # time of short kernels and gaps, per layer of a decode step
 EXPERTS_SHARE = 0.7  # share of memory bandwidth at which a decode step reads routed experts
 PRODUCTS_SHARE = 0.7  # share of the product rate that prefill reaches
-# Seconds to start a ring collective, per step in a node, and between nodes (NCCL's `tuning.cc`)
+# Latency of a ring collective's start, a step in a node, a step between nodes (NCCL's `tuning.cc`)
 COLLECTIVE_S, LINK_STEP_S, NETWORK_STEP_S = 14e-6, 1.9e-6, 4e-6
 DEEPEP_SHARE = 0.87  # share of the network's rate that DeepEP reaches on 64 GPUs (its README)
 
@@ -130,7 +130,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 def _deepep_bytes(model: Model, inference: Inference) -> int:
     """Return the bytes of DeepEP's buffers, as its `config.hpp` and vLLM's options size them.
 
-    "deepep_low_latency" has two pairs of buffers for all experts' rows of a step's tokens.
+    "deepep_low_latency" has four buffers, each with a row per expert and token of a step.
     """
     if model.moe is None or inference.all2all_backend == "allgather_reducescatter":
         return 0
@@ -227,7 +227,7 @@ def _all_reduce_s(model: Model, inference: Inference, tokens: float, rates: Rate
 def exchange_s(
     model: Model, inference: Inference, tokens: float, steps: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds of dispatch to experts and combination in all MoE layers.
+    """Return the seconds of expert dispatch and combine in all MoE layers.
 
     Each data-parallel rank has `tokens` tokens in `steps` steps. "allgather_reducescatter" sends
     them to all devices. DeepEP sends a token once per expert ("deepep_low_latency"), or once per
@@ -243,7 +243,7 @@ def exchange_s(
     if inference.all2all_backend == "allgather_reducescatter":
         start = COLLECTIVE_S + (nodes - 1) * NETWORK_STEP_S + (devices - nodes) * LINK_STEP_S
         whole = (out + back) * inference.data_parallel
-        between = whole * (nodes - 1) / nodes / (here * network)  # all devices of a node send
+        between = whole * (nodes - 1) / nodes / (here * network)  # devices send in parallel
         seconds = max(between, whole * (devices - 1) / devices / rates.link_bytes)
     else:
         if inference.quantization == "fp8":

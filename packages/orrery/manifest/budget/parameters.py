@@ -289,7 +289,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 def attends_sparsely(model: Model, lengths: Sequence[int], cp: int) -> bool:
     """Return whether attention reads only chosen keys.
 
-    With indexers, it does if `cp` > 1 or a document exceeds `top_k`.
+    With indexers, it does if `cp` > 1 or a document exceeds `top_k` tokens.
     """
     has_indexer = model.mla is not None and model.mla.indexer is not None
     return has_indexer and (cp > 1 or _is_sparse(model, lengths))

@@ -40,7 +40,7 @@ MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
 COLUMN_BYTES = 17  # bytes of a batch per token: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes/s of 'nccl' and 'nixl' weight updates
 UPDATE_S = 0.05  # time to pause and resume engines
-LENGTHS = 256  # number of quantiles of exponential rollout lengths
+LENGTHS = 256  # quantiles of exponential rollout lengths
 FILE_BYTES = 1e9  # bytes/s at which a node reads or writes files
 COPY_BYTES = 8.8e9  # bytes/s of a rank's checkpoint to the host: benchmarks/trainer/checkpoint.json
 WEIGHTS = "weights to engines"
@@ -345,8 +345,8 @@ class RunPlan:
     def too_old(self) -> dict[str, float]:
         """Return the share of dropped "groups", and the `max_off_policy_steps` that drops none.
 
-        The orchestrator drops a group whose longest rollout lasts more than this number + 1. With
-        0, the run waits for its rollouts.
+        The orchestrator drops a group whose longest rollout lasts more than this number + 1 steps.
+        With 0, the run waits for its rollouts.
         """
         orchestrator, step_s = self.manifest.orchestrator, self.pace()[0]
         most, group = orchestrator.max_off_policy_steps, orchestrator.algorithm.group_size

@@ -33,11 +33,11 @@ CATEGORIES = (
     "LM head",
 )
 OFFLOADED_BYTES = 128 << 20  # bucket of offloaded optimizer state: enough for PCIe's full rate
-WHOLE_BYTES = 256 << 20  # bucket of Muon's state, equal without offload, as are its results
+WHOLE_BYTES = 256 << 20  # bucket of Muon's state, also without offload, for equal results
 NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of each such value
-FREE_SHARE = 0.9  # usable share of planned free device memory, because plans have errors
+FREE_SHARE = 0.9  # share of planned free memory to use, because plans have errors
 
 Bytes = dict[str, int]
 
@@ -390,7 +390,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # The plan `first` omits unsharded gradients, which micro-batches accumulate.
+    # `first` omits unsharded gradients, which micro-batches accumulate.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # maximum used bytes from each moment to the step's end

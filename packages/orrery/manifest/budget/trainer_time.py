@@ -27,7 +27,7 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
-# Share by which collectives slow kernels, as they use 16 of 132 multiprocessors, and bandwidth
+# Collectives take 16 of 132 multiprocessors, and bandwidth, and so slow kernels by this share.
 COLLECTIVES_SHARE = 0.2
 LAUNCH_S = 0.7e-3  # minimum host time to launch a block's kernels for a micro-batch
 IDLE_SHARE = 0.015  # idle share of a step
@@ -299,7 +299,7 @@ def _offload_s(
 def _cpu_offload_s(
     trainer: Trainer, counted: ParameterCounts, micro_batches: int, rates: Rates
 ) -> float:
-    """Return the seconds of copies of weights from the host, and of gradients to it."""
+    """Return the seconds of copies of weights and gradients between host and device."""
     shards = trainer.mesh.dp_shard * trainer.mesh.cp
     gathers, reductions = _collectives(trainer, micro_batches)
     weights = DTYPE_BYTES[trainer.param_dtype] * counted.total / shards
@@ -380,7 +380,7 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, values in sharded matrices, operations per iteration)."""
+    """Return (values that Muon updates, values in sharded matrices, FLOPs per iteration)."""
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
         for weight in block_weights(model, layer):

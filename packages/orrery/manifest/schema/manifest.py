@@ -327,7 +327,7 @@ class Manifest(Record):
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the maximum tokens of the parts into which SFT cuts data of kind "text"."""
+        """Return the maximum tokens of an SFT example cut from data of kind "text"."""
         limit = self.trainer.memory.max_tokens_per_micro_batch
         return min(limit, self.model.max_positions)
 
