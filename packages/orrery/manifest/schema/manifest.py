@@ -96,10 +96,10 @@ class GuestEngines(Record):
     An engine lags at most `max_versions_behind` policy versions. A site that sends no request for
     `lease_s` counts as failed.
 
-    The trainer's site recomputes the log-probs of the share `verified_share` of a guest site's
-    rollouts. A rollout's deviation is its mean |Δ log-prob|. A guest site is refused if a deviation
-    exceeds both `min_logprob_difference` and `tolerance` · the 90th percentile of the run's own
-    engines' deviations.
+    The trainer's site recomputes log-probs of the share `verified_share` of a guest site's
+    rollouts. It refuses the guest site if a rollout's mean |Δ log-prob| exceeds both
+    `min_logprob_difference` and `tolerance` · the 90th percentile of the run's own rollouts, or if
+    other tests in `orchestrator/guests/sites.py` fail.
     """
 
     max_sites: Count
