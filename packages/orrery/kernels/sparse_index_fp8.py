@@ -18,8 +18,7 @@ from orrery.kernels.fp8.quantize import DTYPE, MAX
 HEADS, WIDTH = (32, 64), 128  # accepted by DeepGEMM
 MIN_AMAX = 1e-4  # lower bound of a row's largest absolute value, as in vLLM
 SCALE_BYTES = 4
-# Scores per chunk (277 MB): 528 queries × 131,072 keys. Then each of a Hopper GPU's 132
-# multiprocessors computes one DeepGEMM block of 4 queries.
+# Scores per chunk, 277 MB: a DeepGEMM block of 4 queries on each of 132 multiprocessors
 CHUNK_ELEMENTS = 528 * 2**17
 QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
 
