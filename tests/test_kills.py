@@ -148,7 +148,11 @@ def test_what_is_wrong_after_a_kill_is_counted(tmp_path, wrong, what):
             "type `make demo` to go on",
             False,
         ),
-        ("launcher", "the launcher (pid 7) died without a word; type `make demo` to go on", True),
+        (
+            "launcher",
+            "the launcher (pid 7) ended without a message; type `make demo` to go on",
+            True,
+        ),
     ],
 )
 def test_an_end_is_named_only_where_the_victim_is_and_what_to_type(victim, sentence, named):

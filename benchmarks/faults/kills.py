@@ -257,7 +257,7 @@ def _line(process: psutil.Process) -> list[str]:
 def is_named(victim: str, sentence: str) -> bool:
     """Return whether the sentence names the victim and the command to type."""
     if victim == "launcher":
-        named = r"the launcher \(pid \d+\) died without a word"
+        named = r"the launcher \(pid \d+\) ended without a message"
     elif victim.startswith("engine core"):
         named = rf"{re.escape(victim.split()[-1])} .*(engine core died|vLLM did not start)"
     elif victim.startswith("vllm-router"):

@@ -85,7 +85,7 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh, sho
     assert run.steps() == list(range(1, NUM_STEPS + 1))  # none twice, none left out
     said = (run.path / "logs" / "launcher.0.log").read_text()
     assert (
-        f"started again by Slurm (job {job}): wound down; it goes on from step {wound_down[1]}"
+        f"started again by Slurm (job {job}): wound down; rl goes on from step {wound_down[1]}"
         in said
     )
     result = json.loads((run.path / "stages" / "evaluate" / "result.json").read_text())
@@ -195,8 +195,8 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     assert terminal.wait(240) == 0, terminal.output[-3000:]
     said = (run.path / "logs" / "launcher.0.log").read_text()
     assert re.search(
-        rf"started again by Slurm \(job {job}\): node4 was lost, which held trainer\.1; "
-        rf"it goes on from step \d+",
+        rf"started again by Slurm \(job {job}\): node4 with trainer\.1 was lost; "
+        rf"rl goes on from step \d+",
         said,
     ), said
     assert run.receipt()["stages"]["rl"]["restarts"] >= 2
@@ -240,7 +240,7 @@ def test_an_engine_over_two_nodes_returns_routes_and_comes_back(cluster: Cluster
     assert again.keys() == nodes.keys() and lost not in again.values()
     assert again["inference.1"] != again["headless.0"]
     said = (run.path / "logs" / "launcher.0.log").read_text()
-    assert re.search(rf"started again by Slurm .*: {lost} was lost, which held headless\.0; ", said)
+    assert re.search(rf"started again by Slurm .*: {lost} with headless\.0 was lost; ", said)
     terminal.interrupt()
     assert terminal.wait(60) != 0
 

@@ -422,7 +422,7 @@ def test_a_plan_ends_with_memory_and_time_over_the_sites_network(checkout, capsy
     out = orrery(capsys, "plan", "glm5_run")[1]
     (note,) = (line for line in out.splitlines() if "note: trainer needs" in line)
     sentence = "memory, and slurm.memory_per_node_mb is 16000; raise it, or keep less on hosts"
-    assert note.endswith(f"{sentence}; the start refuses this")
+    assert note.endswith(f"{sentence}, so `snakemake` refuses the run")
     assert "note: slurm.warning_s 300: a step and its checkpoint take" in out
     pipeline = checked_in(find_workspace())
     with pytest.raises(OrreryError, match=f"glm5_run: trainer needs .* {sentence}"):

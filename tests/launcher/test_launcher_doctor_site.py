@@ -107,7 +107,7 @@ def test_a_partition_of_unlike_nodes_is_told_node_by_node():
     ("gres", "remedy", "is_required"),
     [
         ("gpu:a100:4", "set slurm.gpu_type to one of: a100", True),
-        ("(null)", "only runs of CPUs start here", False),
+        ("(null)", "only runs on CPUs can start here", False),
     ],
 )
 def test_gpus_that_are_not_offered_are_told_with_those_that_are(gres, remedy, is_required):
@@ -251,12 +251,12 @@ def test_images_of_one_hardware_suffice(tmp_path):
     ]  # fmt: skip
     (cpu, cuda) = judge_images({**images, "cuda/trainer": tmp_path}, site())
     assert cpu.remedy and not cpu.is_required and not cuda.remedy
-    assert "names none" in judge_images({}, site())[0].found
+    assert "lists no image" in judge_images({}, site())[0].found
     assert not judge_images({}, site(containers=None))[0].is_required
 
 
 def test_images_are_those_of_the_lock(checkout):
-    assert "names none" in troubles(examine_site(checkout, site()))["images"]
+    assert "lists no image" in troubles(examine_site(checkout, site()))["images"]
     for name in ("containers", "locks"):
         shutil.copytree(ROOT / name, checkout.root / name, dirs_exist_ok=True)
     shutil.copy(ROOT / ".python-version", checkout.root)
@@ -536,7 +536,7 @@ def test_locks_of_nodes_that_did_not_meet_are_not_compared():
         both = probes(change)
         both[0]["lock"] = both[0]["lock"] if both[1]["lock"] is None else None
         assert {one.what: (one.found, one.remedy) for one in judged(both)}["file locks"] == (
-            "not compared: the nodes did not meet",
+            "not compared: the nodes did not reach one another",
             "",
         )
 

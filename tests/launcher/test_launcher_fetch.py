@@ -419,7 +419,7 @@ def test_a_dataset_without_a_card_is_read_by_the_names_of_its_files(place, tmp_p
     assert "held_out: { kind: 'fraction', fraction: 0.05 }," in sides.read_text()
     sides.write_text("// my own\n")
     code, _, err = place.orrery("fetch", "dataset", "tiny-labs/plain")
-    assert code == 2 and "is not the axis of tiny-labs/plain. Rename that file" in err
+    assert code == 2 and "was not written for tiny-labs/plain. Rename that file" in err
     assert sides.read_text() == "// my own\n"
 
 

@@ -128,7 +128,7 @@ def test_a_role_that_breaks_before_it_begins_is_quoted(run_dir):
     code, stderr = end(launch(run_dir, ("trainer", ["break at import"])))
     assert code == 1
     assert (
-        "trainer.0 ended with exit code 1 before it said anything: its last line is "
+        "trainer.0 ended with exit code 1 before its first report: its last line is "
         "'ImportError: no module named nowhere'" in stderr
     )
 
@@ -232,7 +232,7 @@ def test_a_process_that_not_even_sigkill_ends_is_named_and_not_waited_for():
     )
     sentence = stage.end_all(ending, 0.0)
     assert sentence.startswith(
-        "inference.0 (process 7 on node1) did not end within 5 s of SIGKILL, so the kernel holds it"
+        "inference.0 (process 7 on node1) did not end within 5 s of SIGKILL, so a device or file"
     )
 
 
@@ -502,7 +502,7 @@ def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(
         waited_s = time.monotonic() - begun_s[folder]
         assert code == 1 and scale * HANG_S - 1 < waited_s < scale * HANG_S + 20, stderr
         assert (
-            "rl: stall: the event loop of orchestrator.0 has not turned for" in stderr
+            "rl: stall: the event loop of orchestrator.0 sent no heartbeat for" in stderr
             and "s, while judging (step 3); stacks are in" in stderr
         )
     said = text(run_dir / "logs/orchestrator.0.log")

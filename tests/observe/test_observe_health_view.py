@@ -137,7 +137,7 @@ def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_readers_clock():
             )
     assert clock_s == 299.5 + 90.5 and stall.blamed == ("orchestrator.0",)
     assert (
-        stall.sentence == "stall: the event loop of orchestrator.0 has not turned for 90 s, "
+        stall.sentence == "stall: the event loop of orchestrator.0 sent no heartbeat for 90 s, "
         f"while generating for batch 4 (step {loop.step})"
     )
 

@@ -529,7 +529,7 @@ def test_the_share_of_rollouts_without_signal_is_a_tile_and_rows_of_old_releases
     run_dir,
 ):
     told = "of training rollouts carried no signal (equal rewards in their group); "
-    told += "1 of 3 batches had none at all"
+    told += "1 of 3 batches had no signal"
     assert ("56%", told) in _tiles(RunData.load(run_dir), 1.0)
     path = run_dir / "metrics" / "orchestrator.0.jsonl"
     write_rows(

@@ -120,7 +120,7 @@ def test_a_role_whose_body_calls_exit_has_failed_whatever_the_code(tmp_path, cod
     health = read_health(tmp_path, "rl")["trainer.1"]
     assert (health.doing, health.error) == (
         "failed",
-        f"exit({code or None}) was called before its work was done",
+        f"exit({code or None}) was called before the role's work was done",
     )
 
 

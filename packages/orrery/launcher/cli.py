@@ -76,7 +76,7 @@ def run(
 
 JOIN_HELP = "The --listen address of any site that runs. The first site names its own address."
 LISTEN_HELP = "This site's address and the first of its ports. Without it: only dial other sites."
-REWIND_HELP = "If no site runs, take the run back to the round of this site's checkpoint."
+REWIND_HELP = "If no site runs, restart the run from the weight exchange of this site's checkpoint."
 CERTIFICATES_HELP = "The folder of authority.pem, NAME.pem and NAME.key."
 NAME_HELP = "This site's name, as in its certificate."
 SHARD_HELP = "The shard of the data to train on. Without it: the lowest free shard."
@@ -210,7 +210,9 @@ def plan(
             lines = [*table.lines(budget)]
             if site.slurm is not None:
                 found = table.host_misfits(budget, site.slurm.memory_per_node_mb)
-                lines += [f"  note: {sentence}; the start refuses this" for sentence in found]
+                lines += [
+                    f"  note: {sentence}, so `snakemake` refuses the run" for sentence in found
+                ]
                 late = table.warning_misfit(budget, site.slurm.warning_s)
                 lines += [f"  note: {sentence}" for sentence in late]
             print("\nthe RL stage, planned", *lines, sep="\n")

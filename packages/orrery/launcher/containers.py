@@ -88,7 +88,7 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the image file for `role`, a role or an image.
+    """Return the image file for `role`, the name of a role or an image.
 
     Raise OrreryError if the file is missing, or if its recipe or (with `verify`) its sha256 differs
     from `images.lock`.

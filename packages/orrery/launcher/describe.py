@@ -70,11 +70,11 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
     if (checkpoint := newest_checkpoint(run.path)) is not None:
         lines.append(f"  newest checkpoint: step {checkpoint}")
     if waits:
-        lines.append("  it goes on by itself when its job starts again")
+        lines.append("  the stage goes on by itself when Slurm starts its job again")
     elif died:
         who = f"job {status.slurm_job}" if status.slurm_job else f"pid {status.launcher_pid}"
         command = _resume(run, status)
-        lines.append(f"  the launcher ({who}) died without a word; type `{command}` to go on")
+        lines.append(f"  the launcher ({who}) ended without a message; type `{command}` to go on")
     elif status.message:
         lines.append(f"  {status.message}")
         if status.state == "done" and len(finished) < len(run.stages):

@@ -289,7 +289,7 @@ def judge_images(images: Mapping[str, Path | str], site: Site) -> list[Finding]:
             f"check {LOCK} out again, or type "
             "`snakemake -s pipelines/images.smk --cores all lock_cpu`"
         )
-        return [Finding("images", f"{LOCK} names none", remedy)]
+        return [Finding("images", f"{LOCK} lists no image", remedy)]
     errors: dict[str, list[str]] = {}
     for name, file in images.items():
         known = errors.setdefault(name.partition("/")[0], [])
@@ -297,7 +297,7 @@ def judge_images(images: Mapping[str, Path | str], site: Site) -> list[Finding]:
     none_whole = all(errors.values())
     found = []
     for hardware, missing in errors.items():
-        what, remedy = f"there, as {LOCK} names them", ""
+        what, remedy = f"as {LOCK} lists them", ""
         if missing:
             what, _, remedy = missing[0].partition("; ")
         found.append(Finding(f"{hardware} images", what, remedy, is_required=none_whole))

@@ -96,7 +96,7 @@ def judge_nodes(nodes: Sequence[Node], slurm: Slurm) -> list[Finding]:
     most = max(counts.values())
     if most == 0:
         kinds = sorted({kind for node in nodes for kind in node.gpus} - {""})
-        remedy = "only runs of CPUs start here"
+        remedy = "only runs on CPUs can start here"
         if kinds:
             remedy = f"set slurm.gpu_type to one of: {', '.join(kinds)}"
         found.append(Finding("GPUs", f"no node offers {wanted}", remedy, is_required=bool(kinds)))
@@ -281,7 +281,7 @@ def _judge_locks(probes: Sequence[Probe]) -> Finding:
     if holder is None or not any(one["lock"] for one in probes if one["rank"]):
         if len(probes) == 1:
             return Finding("file locks", "one node, nothing to compare")
-        return Finding("file locks", "not compared: the nodes did not meet")
+        return Finding("file locks", "not compared: the nodes did not reach one another")
     twice = {
         one["node"]: f"took a lock that {holder} held"
         for one in probes

@@ -54,7 +54,7 @@ def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
     hint = stage.resume_hint()
     if first.poll() == OutOfMemory.exit_code:
         hint = (
-            "change the fields that it names in the spec, type "
+            "change the fields that the error names in the spec, type "
             f"`orrery render {stage.run_name}`, then `{stage.job.resume}`"
         )
     return Outcome("failed", f"{text}; {hint}", 1)
@@ -71,7 +71,7 @@ def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
     lost = lost_nodes(stage)
     if not lost:
         return None
-    held = "; ".join(f"{node} was lost, which held {_held(stage, node)}" for node in lost)
+    held = "; ".join(f"{node} with {_held(stage, node)} was lost" for node in lost)
     text = f"{stage.name}: {held} (seen first: {seen}); when Slurm starts the job again"
     return Outcome("failed", f"{text}, {stage.resume_point()}", 1, requeue="wait")
 
@@ -99,7 +99,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
         how = f"was killed by {process.ending}" if code < 0 else f"ended with {process.ending}"
     if stage.job.plan.num_nodes > 1:
         how = f"on {process.node} {how}"
-    doing = "" if health else " before it said anything"
+    doing = "" if health else " before its first report"
     if health and code != 0:
         doing = f" while {health.last}"
     error = health.error if health else None
@@ -112,7 +112,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 def keep_evidence(stage: RunningStage) -> str:
     """Make processes write stacks and torch flight recorder files. Return a text with the paths."""
     for process in stage.processes:
-        if process.name in stage.health:  # before it writes this file, SIGUSR1 would kill it
+        if process.name in stage.health:  # it then handles SIGUSR1
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
@@ -174,8 +174,8 @@ def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome 
             return stage.stopped()
         try:
             if queue.is_preempted(job):
-                text = f"{stage.name}: Slurm takes the nodes of job {job} away"
-                text += f"; when it starts the job again, {stage.resume_point()}"
+                text = f"{stage.name}: Slurm preempts job {job}"
+                text += f"; when Slurm starts the job again, {stage.resume_point()}"
                 return Outcome("stopped", text, code, requeue="wait")
             state = queue.slurm_states([job]).get(job, "")
         except OrreryError:
@@ -308,7 +308,7 @@ class EngineRestarts:
             for process in stage.processes:
                 if (process.name, process.incarnation) == (one.name, one.incarnation):
                     if process.poll() is None and one.name not in stage.fenced:
-                        stage.log(f"{one.name} is fenced, and ended: {one.why}")
+                        stage.log(f"{one.name} is killed at the orchestrator's request: {one.why}")
                         process.kill()
                     stage.fenced[one.name] = one.why
             forget_fence(stage.run_dir, stage.name, stage.attempt, one)
@@ -322,8 +322,8 @@ class EngineRestarts:
         }
         for process in stage.processes:
             if for_s := hung.get(process.name):
-                stage.fenced[process.name] = f"its event loop has not turned for {for_s:.0f} s"
-                stage.log(f"{process.name} is ended: {stage.fenced[process.name]}")
+                stage.fenced[process.name] = f"its event loop sent no heartbeat for {for_s:.0f} s"
+                stage.log(f"{process.name} is killed: {stage.fenced[process.name]}")
                 process.signal(signal.SIGUSR1)
                 process.signal(signal.SIGCONT)
                 ended.append(process)

@@ -128,7 +128,7 @@ def _check_axis(axis: Path, source: HubRepository) -> None:
         return
     first = axis.read_text(errors="replace").partition("\n")[0]
     if not first.startswith(f"// {source.kind} {source.repository} at "):
-        raise OrreryError(f"{axis}: is not the axis of {source.repository}. Rename that file")
+        raise OrreryError(f"{axis}: was not written for {source.repository}. Rename that file")
 
 
 def _examine(

@@ -83,7 +83,7 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
             line = _srun_line(first, len(parts) > 1, manifest, one, site, workspace)
             lines.append(f"  {shlex.join(line)}")
             if more:
-                lines.append(f"  likewise, a step each: {_names_of_steps(more)}")
+                lines.append(f"  one such step for each of {_names_of_steps(more)}")
     return lines
 
 
@@ -239,7 +239,7 @@ class Pipeline:
             return []
         try:
             budget = plan_run(manifest)
-        except OrreryError:  # a family that has no plan
+        except OrreryError:  # no plan for this model family
             return []
         return list(host_misfits(budget, self.site.slurm.memory_per_node_mb))
 
@@ -286,7 +286,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], dict[str, str]]:
         except OrreryError as error:
             file, said = workspace.shown(path), str(error)
             broken[path.stem] = said if said.startswith(file) else f"{file}: {said}"
-    if not broken:  # every file renders alone, so `first` says that two files define one run
+    if not broken:  # each file renders alone, so `first` means that two files define one run
         raise first
     return render_all(workspace, whole), broken
 

@@ -457,7 +457,7 @@ def _bound(before: Manifest, after: Manifest) -> tuple[str, ...]:
         data = (sft.data, sft.validation.data) if sft.validation else (sft.data,)
         if any(each.kind == "text" for each in data):
             found.append("trainer.memory.max_tokens_per_micro_batch")
-    # A checkpoint applies a delayed exchange of weights early.
+    # Exchanges at checkpoints have no delay, so the interval affects learning.
     if elastic is not None and elastic.delay_steps:
         found.append("trainer.checkpoint.interval_steps")
     return tuple(found)

@@ -332,7 +332,9 @@ def _await_run_end(processes: list[Process], run_dir: Path, interrupts: Interrup
         for process in (agent, engine):
             if process.poll() is not None:
                 health = read_health(run_dir, LENT_STAGE).get(process.name)
-                error = (health.error if health else None) or f"it ended: {process.last_output()}"
+                error = (
+                    health.error if health else None
+                ) or f"{process.name} ended: {process.last_output()}"
                 raise RunFailed(f"{error}. Its log is {process.log}")
         time.sleep(POLL_S)
 

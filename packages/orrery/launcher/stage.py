@@ -188,7 +188,7 @@ class RunningStage:
 
     def resume_point(self) -> str:
         step = newest_checkpoint(self.run_dir, self.name)
-        return f"it begins {self.name} anew" if step is None else f"it goes on from step {step}"
+        return f"{self.name} {'begins anew' if step is None else f'goes on from step {step}'}"
 
     def write_status(self, state: State, message: str) -> None:
         self.status.state, self.status.message = state, message
@@ -259,7 +259,7 @@ class Preemption:
     def _begin(self) -> None:
         stage = self.stage
         if stage.name != "rl":
-            stage.log("its time limit is near, and only rl can end early: it continues")
+            stage.log("continues, because only rl can end early")
             stage.interrupts.preemption_requested, self._ends_at_s = False, None
             return
         write_atomic(request_path(stage.run_dir, stage.name), b"")
@@ -286,7 +286,7 @@ def requeue(stage: RunningStage) -> None:
     try:
         queue.requeue(stage.job.allocation.job)
     except OrreryError as error:
-        stage.log(f"not put back in the queue: {error}")
+        stage.log(f"job not requeued: {error}")
 
 
 def _job_ends_at_s(job: Job) -> float | None:
@@ -327,8 +327,8 @@ def end_all(stage: RunningStage, grace_s: float) -> str:
 def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
     names = ", ".join(f"{one.name} (process {one.pid} on {one.node})" for one in stuck)
     return (
-        f"{names} did not end within {within_s:g} s of SIGKILL, so the kernel holds it in a "
-        "device or file system that does not answer; repair that node before you start again"
+        f"{names} did not end within {within_s:g} s of SIGKILL, so a device or file system "
+        "does not answer; repair that node before you start again"
     )
 
 
@@ -450,7 +450,7 @@ def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob]) -> str:
         )
     _forbid_requeue(run_dir)
     queue.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
-    return f"{name}: asked job {_named(running)} for a checkpoint; it ends when that is written"
+    return f"{name}: asked job {_named(running)} for a checkpoint; the job ends after writing it"
 
 
 def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob]) -> str:
@@ -489,7 +489,7 @@ def _preempt_launcher(run_dir: Path, pid: int) -> str:
     _forbid_requeue(run_dir)
     _signal(run_dir, pid, signal.SIGUSR1)
     asked = f"{run_dir.name}: asked its launcher (pid {pid}) for a checkpoint"
-    return f"{asked}; it ends when that is written"
+    return f"{asked}; the run ends after writing it"
 
 
 def _signal(run_dir: Path, pid: int, number: signal.Signals) -> None:

@@ -149,7 +149,7 @@ def _check_lock(run: Run, workspace: Workspace) -> None:
         return
     name, adopt = run.manifest.name, ""
     if run.finished():
-        adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
+        adopt = f" and `orrery adopt {name} {run.path.name}` to copy this run's state into it"
     raise OrreryError(
         f"{run.path.name}: {lock_file} differs from the lock of its manifest. Type "
         f"`orrery render {name}` for a run of the current lock{adopt}, or check out the old lock "
@@ -345,9 +345,9 @@ class Supervisor:
         held = []
         for node in lost:
             names = listed(role.name for role in roles if role.node == node)
-            held.append(f"{node} was lost, which held {names}")
+            held.append(f"{node} with {names} was lost")
         before = last.message.removeprefix(f"{stage.name}: ").split("; ")[0]
-        why = "; ".join(held) or before or "it was put back in the queue"
+        why = "; ".join(held) or before or "the job was requeued"
         text = f"started again by Slurm (job {job}): {why}; {stage.resume_point()}"
         stage.log(f"{stage.name}: {text}")
         print(f"{stage.name}: {text}", file=sys.stderr, flush=True)
@@ -356,7 +356,7 @@ class Supervisor:
         job, stage = self.job, self.stage
         images = job.allocation.images(job.plan) if job.allocation else {}
         if changes := receipt.changes(stage.run_dir, job.stages, stage.name, self.code, images):
-            stage.tell(f"continues with {changes}; {receipt.RECEIPT} has both")
+            stage.tell(f"continues with {changes}; {receipt.RECEIPT} records both versions")
 
     def _verify_inputs(self) -> None:
         stage, run_dir = self.stage, self.stage.run_dir

@@ -65,7 +65,7 @@ def _hung(living: Mapping[str, Health], now_s: float) -> Stall | None:
     worst = max(hung, key=lambda name: (hung[name], name))
     return Stall(
         (worst,),
-        f"stall: the event loop of {worst} has not turned for {hung[worst]:.0f} s, "
+        f"stall: the event loop of {worst} sent no heartbeat for {hung[worst]:.0f} s, "
         f"while {living[worst].last}",
     )
 
@@ -173,7 +173,10 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """`moved_s`: time of the last progress. `heard_s`: time of the last change or heartbeat."""
+    """A rank's newest health report.
+
+    `moved_s`: time of its last progress. `heard_s`: time of its last change or heartbeat.
+    """
 
     health: Health
     moved_s: float

@@ -35,8 +35,8 @@ HANG_S = 90.0  # maximum time between heartbeats, which NFS may delay by a minut
 class Wait:
     """A wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: if its whole role makes no progress for so many seconds, a rank in this wait counts
-    as late (`hang_detector`).
+    `behind_s`: a rank in this wait counts as late (`hang_detector`) if no rank of its role makes
+    progress for so many seconds.
     """
 
     what: str
@@ -76,7 +76,7 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None
-    still_s: float | None = None  # time without progress after which the process stalls
+    still_s: float | None = None  # stalled after this time without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""

@@ -85,7 +85,7 @@ def adjoining_ports(count: int, host: str) -> int:
             for port in range(first, first + count):
                 held.enter_context(socket.socket()).bind((host, port))
             return first
-    raise _too_few_ports(host, f"no {count} free ones in a row")
+    raise _too_few_ports(host, f"no {count} consecutive free ports")
 
 
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:

@@ -160,7 +160,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         raise
     except SystemExit as leave:
         traceback.print_exc()
-        ctx.health.failed(f"exit({leave.code!r}) was called before its work was done")
+        ctx.health.failed(f"exit({leave.code!r}) was called before the role's work was done")
         raise SystemExit(1) from None
     except BaseException as error:
         traceback.print_exc()

@@ -23,12 +23,12 @@ from orrery.manifest.publish import make_folder, sync, write_atomic
 LAYOUT = 2
 LAYOUT_FILE = "layout"
 ATTEMPTS = "attempts"
-COMPLETE = "COMPLETE"  # file that marks a complete checkpoint
+COMPLETE = "COMPLETE"  # marks a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
 SITE_FILE = "site.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # file that names the run that this run continues (`orrery adopt`)
+ADOPTED = "adopted.json"  # names the run that this run continues (`orrery adopt`)
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 

@@ -87,7 +87,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write each file's size in bytes and sha256 into `note` (JSON).
 
-    Call this last, because the note's reader may rename the folder.
+    Write all other files first, because the note's reader may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -96,14 +96,14 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 
 
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
-    """Mark a folder as complete. Do not hash files in `notes` (see `write_note`) again.
+    """Mark a folder as complete. Hash only files that `notes` (see `write_note`) do not list.
 
-    Raise RunFailed if such a file is missing or has another size.
+    Raise RunFailed if a listed file is missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
     (folder / FILES).unlink(missing_ok=True)
-    for name in (FILES, MARKER):  # temporary files of a killed call
+    for name in (FILES, MARKER):  # a killed call left temporary files
         for left in folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)
     digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
@@ -157,7 +157,7 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Keep checkpoints of attempts after `attempt`. Ignore failed removals.
+    Keep checkpoints of attempts newer than `attempt`. Ignore failed removals.
     """
     if keep < 1:
         raise OrreryError(

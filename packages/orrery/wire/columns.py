@@ -36,7 +36,7 @@ TOKEN_COLUMNS = {
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
     "dispatch_version": np.dtype("int32"),  # policy version at the start of the group
-    "engine": np.dtype("int32"),  # index of the sampling engine, or −1 if unknown or several
+    "engine": np.dtype("int32"),  # index of the sampling engine, or −1 if unknown or ambiguous
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -166,7 +166,10 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Return the layout. Raise ValueError if parts' columns differ or have an unsupported dtype."""
+    """Return the layout of the concatenated parts.
+
+    Raise ValueError if their columns differ or have an unsupported dtype.
+    """
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -254,7 +257,7 @@ _SAFETENSORS = {
     "<u4": "U32", "<i4": "I32", "<f4": "F32", "<u8": "U64", "<i8": "I64", "<f8": "F64",
 }  # fmt: skip
 _NUMPY = {name: dtype for dtype, name in _SAFETENSORS.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's limit
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' limit
 
 
 def write(

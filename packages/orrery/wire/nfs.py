@@ -1,7 +1,7 @@
 """Read files that another node writes to NFS.
 
-An NFS client caches for up to a minute that a file is missing, unless it lists the folder. Writers
-must sync files before the marker that announces them.
+For up to a minute, an NFS client may report a new file as missing, unless it lists the folder.
+Writers must sync files before the marker that announces them.
 """
 
 import errno

@@ -147,7 +147,7 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return (cost, order, bins). Costly bins come first, so that memory peaks early."""
+    """Return (sum of step costs, bin order, `bins`). Costly bins come first, for an early peak."""
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
     return float(loads[in_order].reshape(-1, num_ranks)[:, 0].sum()), in_order, bins

@@ -336,7 +336,7 @@ class RolloutReceiver:
     def _done(self, step: int) -> None:
         self._received = step
         done = Acknowledgement(PROTOCOL, self.rank, step)
-        with contextlib.suppress(RunFailed):  # the next ask raises RunFailed
+        with contextlib.suppress(RunFailed):  # the next `_ask` raises this error
             self._send(done, f"trainer rank {self.rank} has batch {step}")
 
     def _send(self, message: BatchAsk | Acknowledgement, asked: str) -> None:

@@ -273,7 +273,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer reports signal N as exit code 128 + N. Keep 143, with which roles exit too.
+        # Apptainer reports signal N as exit code 128 + N. Keep 143, because roles exit with it too.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

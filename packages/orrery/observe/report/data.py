@@ -43,7 +43,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Rows, stored by column, so that runs of weeks fit into memory. Keep only `keys`, if any."""
+    """Store rows by column, so that long runs fit into memory. Keep only `keys`, if given."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}
@@ -226,7 +226,7 @@ class RunData:
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites that were refused, such as for false answers
+    refused_sites: Table  # sites refused after wrong answers
     admission: Table
     engines: Mapping[int, Table]
     usage: Sequence[Row]
@@ -234,7 +234,7 @@ class RunData:
     spans: Sequence[Span]  # spans of the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
-    network: float | None  # bytes/s of a device between nodes, as RL's receipt records it
+    network: float | None  # inter-node bytes/s per device, from RL's receipt
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":

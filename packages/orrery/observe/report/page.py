@@ -112,14 +112,14 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
         tiles.append((f"{worst:.1e}", f"{what}, at {len(differences)} versions"))
     if spent := shares(run.spans):
         busy = f"{spent.engine_busy:.0%} · {spent.trainer_busy:.0%}"
-        tiles.append((busy, "of the RL time the engine · the trainer was busy"))
+        tiles.append((busy, "share of RL time in which the engine · the trainer was busy"))
         overlapped = f"{spent.overlapped:.0%}"
-        tiles.append((overlapped, "of the training time an engine was generating too"))
+        tiles.append((overlapped, "share of the trainer's busy time in which an engine was busy"))
     if run.engine_restarts:
         tiles.append((str(len(run.engine_restarts)), "times an engine was lost and started again"))
     for row in run.refused_sites:
         num_dropped = row["num_held"] + row["num_waiting"]
-        what = f"of site {row['site']} dropped, and the site refused: {row['why']}"
+        what = f"of site {row['site']} were dropped, and the site is refused: {row['why']}"
         tiles.append((f"{num_dropped} rollouts", what))
     what = "all stages, all attempts"
     if missing := unfinished(run):
@@ -137,7 +137,7 @@ def _batch_tiles(run: RunData) -> list[tuple[str, str]]:
         empty = run.batches.column("num_zero_advantage")
         whole = f"{empty.count(orchestrator.rollouts_per_batch)} of {len(empty)} batches"
         what = "of training rollouts carried no signal (equal rewards in their group)"
-        tiles.append((f"{share:.0%}", f"{what}; {whole} had none at all"))
+        tiles.append((f"{share:.0%}", f"{what}; {whole} had no signal"))
     in_training = str(dict(_drops(run)).get("timeout", 0))
     means = "each a reward of 0" if orchestrator.on_timeout == "zero" else "left out"
     held_out = f"held-out rollouts {_timed_out(run) or 'timed out: none'}"

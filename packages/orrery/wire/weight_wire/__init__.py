@@ -1,4 +1,4 @@
-"""Send new policy versions from the trainer to the engines, by the wires listed in the README."""
+"""Send policy versions from trainer to engines, by the wires in the README."""
 
 from importlib.util import find_spec
 from pathlib import Path

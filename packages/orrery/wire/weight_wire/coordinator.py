@@ -29,11 +29,11 @@ from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 ADDRESS = "wire.json"
 CURRENT = "current"
 ARRIVALS = "arrivals"  # key of the queue of `Arrival`s
-MEET_S = 120.0  # limit of a wait for another rank's value
-FOREVER_S = 10.0**7  # limit of the wait for the next transfer
-ARRIVAL_S = 120.0  # limit between engine ranks' arrivals
-DONE_S = 300.0  # limit of the wait for a trainer rank's result
-LOOK_S = 0.5  # a wait blocks this long, then polls
+MEET_S = 120.0  # maximum wait for another rank's value
+FOREVER_S = 10.0**7  # maximum wait for the next transfer
+ARRIVAL_S = 120.0  # maximum wait for the next ready engine rank
+DONE_S = 300.0  # maximum wait for a trainer rank's result
+LOOK_S = 0.5  # after this time, a wait polls `is_over`
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -51,7 +51,7 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """A ready engine rank's message. A negative `transfer` ends rank 0's sending thread."""
+    """Announce a ready engine rank. A negative `transfer` ends rank 0's sending thread."""
 
     transfer: int
     engine: str
@@ -116,8 +116,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, if the value is forged,
-        or if the store is gone.
+        Raise WireFailed after `scaled(within_s)` seconds, or if the value is forged or the store
+        is gone. The error names `what`.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -184,11 +184,11 @@ class StoreConnection:
         return self.get(f"order/{number}", TransferOrder, "trainer 0's next order", FOREVER_S)
 
     def arrive(self, arrival: Arrival) -> None:
-        # One store operation, so that a killed rank cannot leave half an arrival.
+        # One operation, so that a killed rank leaves no partial arrival.
         self.store.queue_push(ARRIVALS, self._sealed(ARRIVALS, msgspec.msgpack.encode(arrival)))
 
     def next_arrival(self, within_s: float) -> Arrival:
-        """Wait for the next arrival and remove it. Raise WireFailed as `get`."""
+        """Wait for the next arrival and remove it. Raise WireFailed like `get`."""
         what = "the arrival of an engine rank"
         self._await(ARRIVALS, what, within_s)
         content = self._open(ARRIVALS, bytes(self.store.queue_pop(ARRIVALS, False)), what)
@@ -206,7 +206,7 @@ def serve_store(
     """Serve a store on `host` until the caller drops it. Write its address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # The store itself would bind all interfaces.
+    # Pass an open socket, because TCPStore would listen on all interfaces.
     store = dist.TCPStore(
         host,
         port,

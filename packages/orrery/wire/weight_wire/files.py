@@ -223,7 +223,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     if not shards:
         raise OrreryError(
             f"{folder}: no weights found; the publisher keeps only the newest versions, "
-            "so read the latest version"
+            "so read the latest"
         )
     for shard in shards:
         try:
@@ -233,7 +233,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
         except FileNotFoundError as error:
             raise OrreryError(
                 f"{shard}: removed while it was read; the publisher keeps only the newest "
-                "versions, so read the latest version"
+                "versions, so read the latest"
             ) from error
 
 

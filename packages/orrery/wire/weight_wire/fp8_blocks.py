@@ -25,7 +25,7 @@ from orrery.wire.weight_wire.plan import (
 SCALE = "_scale_inv"
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # smallest scale: engines raise block maxima to 1e-4
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise block maxima to at least 1e-4
 CHUNK_ROWS = 1024  # rows decoded at a time, in float32
 
 
@@ -44,7 +44,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # In bfloat16, 448 · LEAST_SCALE would exceed 1e-4. Engines raise a smaller product to 1e-4.
+    # 448 · LEAST_SCALE would round above 1e-4 in bfloat16, so stay below the engines' minimum.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -57,7 +57,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, but decode FP8 tensors to bfloat16.
+    """Yield all tensors, with FP8 decoded to bfloat16.
 
     Raise OrreryError if values or scales are missing.
     """
@@ -100,7 +100,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode FP8 slices from buckets. Scales must arrive before or with their values."""
+    """Decode FP8 slices of buckets (buffers). Scales must arrive before or with their values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
@@ -129,9 +129,9 @@ class SliceDecoder:
         return found
 
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
-        """Keep `scales` of `bucket` (u8), and decode `values`. Return a buffer of results.
+        """Copy `scales` from `bucket` (u8), decode `values`, and return a buffer of results.
 
-        `widened(values)` gives the results' offsets. The next call overwrites the buffer.
+        `widened(values)` gives their offsets in the buffer, which the next call overwrites.
         """
         for name, box, offset in scales:
             if name not in self._scales:

@@ -1,7 +1,7 @@
-"""Lease a policy version for its transfer over a direct wire. Needs no torch.
+"""Lease a policy version for its transfer over a direct wire (NCCL or NIXL). Needs no torch.
 
-A lease delays the next optimizer step until the lease is released or the version is sent. Both ends
-repeat messages, so lost, late and duplicate messages do no harm.
+The orchestrator leases a version from trainer rank 0, to delay the next optimizer step until the
+lease is released or the version is sent. Lost, late and duplicate messages do no harm.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from orrery.wire.sockets import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 # vLLM passes on only the text of errors, so these phrases identify errors.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # limit of one round of a transfer
-LEASE_S = 120.0  # limit of the wait for the trainer's answer
+ROUND_S = 60.0  # limit of one of a transfer's rounds (`plan`)
+LEASE_S = 120.0  # maximum wait for the trainer's answer
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -69,7 +69,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
     session: str = ""
     number: int = 0
-    transfer: int = 0  # 0: none
+    transfer: int = 0  # 0: no transfer
     refusal: str = ""
 
 
@@ -82,7 +82,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """The only lease of trainer rank 0, and its transfer. Thread-safe."""
+    """Hold trainer rank 0's only lease and its transfer. Thread-safe."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -160,7 +160,7 @@ class MessageReady(msgspec.Struct):
 
 class Reader(Protocol):
     def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
-        """Fill `into` (u8) from byte `offset` of bucket `side` (0 or 1) after event `free`."""
+        """Fill `into` (u8) from byte `offset` of bucket 0 or 1 (`side`), after event `free`."""
 
     def close(self) -> None: ...
 
@@ -432,7 +432,7 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's links to targets. Targets in `pulling` read its buckets, others use a group."""
+    """Connect a source to targets. Targets in `pulling` read its buckets, others use `group`."""
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's links to sources. It reads buckets of `pulled` sources. Others use a group."""
+    """Connect a target to sources. It reads buckets of `pulled` sources. Others use `group`."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None

@@ -260,7 +260,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # High priority, because engines wait. `publish` has waited for the optimizer.
+                # High priority, because engines wait. `publish` waited for the optimizer step.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -364,7 +364,7 @@ class _SendLoop:
         parts.add("send_s", begin)
 
 
-# The engine's end
+# Engine ranks
 
 
 @dataclass
@@ -373,7 +373,7 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], index of the needed box
+    piece: torch.Tensor  # i64 [slices], index in `Pieces`
 
 
 @dataclass
@@ -497,7 +497,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Forget `_ahead`, because its messages keep connections open and peers waiting.
+        # Pending receives in `_ahead` keep connections open and block peers.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
