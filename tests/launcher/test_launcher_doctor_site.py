@@ -389,7 +389,7 @@ def test_each_trouble_of_a_node_is_told_by_name_with_what_mends_it(change, what,
 
 
 def test_a_node_that_says_nothing_is_missed():
-    assert troubles(judged(probes()[:1]))["probe"].startswith("node2: said nothing")
+    assert troubles(judged(probes()[:1]))["probe"].startswith("node2: printed no facts")
 
 
 def test_an_older_driver_of_the_same_major_version_is_only_noted():

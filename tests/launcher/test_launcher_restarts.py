@@ -234,8 +234,8 @@ def test_an_engine_whose_event_loop_is_blocked_says_where_and_is_started_again(r
     code, stderr = end(launcher)
     assert code == 0, stderr
     assert re.search(
-        r"inference.0 was killed by SIGKILL while acting \(step 3\): its event loop has "
-        r"not turned for \d+ s; started again",
+        r"inference.0 was killed by SIGKILL while acting \(step 3\): its event loop sent "
+        r"no heartbeat for \d+ s; started again",
         stderr,
     )
     assert "be_a_role" in text(run_dir / "logs/inference.0.log").split("restart 1")[0], (

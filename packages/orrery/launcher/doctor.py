@@ -281,7 +281,7 @@ def _folders(workspace: Workspace, site: Site) -> list[Finding]:
 
 def judge_images(images: Mapping[str, Path | str], site: Site) -> list[Finding]:
     if site.containers is None:
-        remedy = "add [containers] for runs that others can repeat"
+        remedy = "add [containers] for reproducible runs"
         told = "none: roles run in the checkout's .venv"
         return [Finding("containers", told, remedy, False)]
     if not images:

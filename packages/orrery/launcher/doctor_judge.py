@@ -209,12 +209,12 @@ def judge_probe(
     probes: Sequence[Probe], asked: Sequence[str], num_nodes: int, gpus: int, site: Site
 ) -> list[Finding]:
     name = {one["rank"]: one["node"] for one in probes}
-    lost = {node: "said nothing" for node in asked if node not in name.values()}
+    lost = {node: "printed no facts" for node in asked if node not in name.values()}
     lost |= {one["node"]: "ran out of time" for one in probes if one["ended"] != "in time"}
     probes = [one for one in probes if one["ended"] == "in time"]
     good, remedy = (
         f"{len(probes)} of {num_nodes} nodes",
-        "look at these nodes; something on them hangs",
+        "log in to these nodes and look for a file system or command that hangs",
     )
     found = [over_nodes("probe", good, lost, remedy)]
     if not probes:
@@ -237,7 +237,7 @@ def judge_probe(
         one["node"]: ", ".join(one["mounts_missing"]) for one in probes if one["mounts_missing"]
     }
     if missing or (site.containers and site.containers.mounts):
-        remedy = "take them out of containers.mounts, or mount them on these nodes"
+        remedy = "remove these folders from containers.mounts, or mount them on these nodes"
         found.append(over_nodes("mounts", "all there", missing, remedy))
     return found
 
@@ -259,7 +259,7 @@ def _judge_files(probes: Sequence[Probe], name: Mapping[int, str]) -> list[Findi
     if len(probes) > 1 and slowest is not None:
         good = f"a renamed file is seen by all within {slowest:.3f} s"
     remedy = (
-        "put the checkout on a file system that every node has mounted, without a cache of absent "
+        "put the checkout on a file system that every node has mounted and that caches no absent "
         "names (NFS: `lookupcache=positive`)"
     )
     found = over_nodes("shared files", good, troubles, remedy)

@@ -112,7 +112,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 def keep_evidence(stage: RunningStage) -> str:
     """Make processes write stacks and torch flight recorder files. Return a text with the paths."""
     for process in stage.processes:
-        if process.name in stage.health:  # it then handles SIGUSR1
+        if process.name in stage.health:  # SIGUSR1 kills a process without health file
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)

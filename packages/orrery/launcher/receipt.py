@@ -71,7 +71,7 @@ Software = dict[str, Any]  # this host's driver and package versions
 
 @dataclass(frozen=True)
 class CodeState:
-    """`note`: why the commit is unknown, or what the diff omits."""
+    """A checkout's state. `note`: why the commit is unknown, or what the diff omits."""
 
     commit: str | None
     dirty: bool | None
@@ -90,7 +90,7 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended.
 
-    - `secrets`: further texts to strike out, such as the run's token.
+    - `secrets`: further texts to redact, such as the run's token.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process name.
     """
     receipt: dict[str, Any] = {

@@ -245,7 +245,7 @@ def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: floa
     return parts
 
 
-SUBJECTS = ("task", "policy", "engine", "process")  # these fields name what a row measures
+SUBJECTS = ("task", "policy", "engine", "process")  # fields that name a row's subject
 STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 

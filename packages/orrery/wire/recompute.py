@@ -26,7 +26,7 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """Each token's log-prob, and the entropy and variance of log p of its distribution.
+    """Each token's log-prob, and its distribution's entropy and variance of log p.
 
     Fields are f32 [n], or empty if the weights were removed.
     """

@@ -49,7 +49,7 @@ MAX_UNKNOWN = 64  # maximum connections that have shown no ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # reference count of a free buffer, from the pool and `getrefcount`
+_UNSHARED = 2  # references to a free buffer: the pool's and `getrefcount`'s
 
 log = logging.getLogger(__name__)
 

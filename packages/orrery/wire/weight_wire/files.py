@@ -113,7 +113,7 @@ class WeightPublisher:
             ) from error
         shutil.rmtree(target, ignore_errors=True)
         sync(aside)
-        aside.rename(target)  # not yet visible: readers look for the marker
+        aside.rename(target)  # readers ignore it without the marker
         summary = digest(fingerprints)
         published = Published(version, str(target), fingerprints, summary, tuple(canary))
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))

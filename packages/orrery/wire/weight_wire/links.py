@@ -127,7 +127,7 @@ class GroupLink:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return `call()`, run in a thread. Raise RuntimeError after `limit_s` seconds."""
+    """Call `call` in a thread and return its result. Raise RuntimeError after `limit_s` seconds."""
     results: list[T] = []
     errors: list[BaseException] = []
 
