@@ -703,7 +703,7 @@ def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout,
     done_path(made.run_dir, "init").touch()
     with pytest.raises(
         OrreryError,
-        match=rf"differs from the lock .* and `orrery adopt {name} {made.run_dir.name}` to go on",
+        match=rf"differs from the lock .* and `orrery adopt {name} {made.run_dir.name}` to copy",
     ):
         job(name, "rl")
 

@@ -356,7 +356,7 @@ def test_two_good_nodes_have_no_trouble():
         (
             {"images": {"cuda/trainer": [None, "not there"]}},
             "cuda/trainer",
-            "let containers.images be a folder that every node sees",
+            "set containers.images to a folder that every node sees",
         ),
         (
             {"images": {"cuda/trainer": [255, "FATAL"]}, "user_namespaces": "0"},

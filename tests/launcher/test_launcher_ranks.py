@@ -120,7 +120,7 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     begin_s = time.monotonic()
     said = {path: end(launcher) for path, launcher in launchers.items()}
     assert SCALE * STILL_S / 2 < time.monotonic() - begin_s < SCALE * STILL_S + END_S
-    assert "sft: stall: trainer.1 gave no sign of life for" in said[stopped], kept(
+    assert "sft: stall: trainer.1 sent no heartbeat for" in said[stopped], kept(
         stopped, said[stopped]
     )
     assert "sft: stall: trainer.1 made no progress for" in said[asleep], kept(asleep, said[asleep])

@@ -63,7 +63,7 @@ def test_a_rank_that_is_not_even_heard_is_to_blame_also_while_it_says_that_it_wa
     waiting = rank(1, still_s=None, waits=["batch 8 from orchestrator"])
     stall = watched(rank(0, 53, 50), waiting, silent=["trainer.1"])
     assert stall.sentence == (
-        "stall: trainer.1 gave no sign of life for 41 s while waiting for batch 8 from "
+        "stall: trainer.1 sent no heartbeat for 41 s while waiting for batch 8 from "
         "orchestrator (step 7); trainer.0 waits in a collective"
     )
     assert watched(rank(0, 53, 50), waiting) is None, (
@@ -82,7 +82,7 @@ def test_a_rank_that_is_not_heard_while_all_wait_is_to_blame_though_no_collectiv
     stall = watched(*waiting, silent=["trainer.0"], for_s=HANG_S + 3)
     assert stall.blamed == ("trainer.0",)
     assert (
-        stall.sentence == "stall: trainer.0 gave no sign of life for 91 s "
+        stall.sentence == "stall: trainer.0 sent no heartbeat for 91 s "
         "while waiting for batch 8 from orchestrator (step 7)"
     )
 

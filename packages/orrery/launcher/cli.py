@@ -484,7 +484,7 @@ def bench(
 FETCH_HELP = """Fetch a model or a dataset from the Hugging Face hub, at one commit.
 
 Every file's digest is checked. Finished files stay in the hub's cache, so after a failure the same
-command goes on. HF_TOKEN (gated repositories), HF_ENDPOINT (a mirror), HF_HOME (the cache),
+command resumes. HF_TOKEN (gated repositories), HF_ENDPOINT (a mirror), HF_HOME (the cache),
 HF_HUB_OFFLINE=1 (use only the cache), HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT and the other
 variables of huggingface_hub apply. HF_HUB_DISABLE_XET=0 downloads by Xet in place of HTTP.
 """

@@ -177,7 +177,7 @@ def judge_no_probe(answer: Answer) -> Finding:
         remedy = "move it to the file system that all nodes share"
         return Finding("probe", "the nodes do not see this checkout", remedy)
     if "module: command not found" in said:
-        remedy = "empty containers.modules, or ask the cluster's administrators"
+        remedy = "set containers.modules to [], or ask the cluster's administrators"
         return Finding("probe", "a login shell on the nodes has no `module`", remedy)
     busy = r"unable to allocate|immediate|busy|unavailable"
     if answer.code is None or re.search(busy, said, re.IGNORECASE):
@@ -443,7 +443,7 @@ def _judge_cuda(probes: Sequence[Probe], image: str) -> list[Finding]:
 
 def _image_remedy(probes: Sequence[Probe], bad: Mapping[str, str]) -> str:
     if all(text == "not there" for text in bad.values()):
-        return "build it, and let containers.images be a folder that every node sees"
+        return "build it, and set containers.images to a folder that every node sees"
     shown = [one for one in probes if one["node"] in bad]
     if any(one["user_namespaces"] == "0" for one in shown):
         return (

@@ -145,8 +145,8 @@ def _examine(
         )
     if beyond := [word for word, number in tokenizer["added"].items() if number >= rows]:
         notes.append(
-            f"note: texts with {', '.join(beyond[:3])} are refused, because the model has no row "
-            "for them"
+            f"note: texts with {', '.join(beyond[:3])} are refused, because the embedding "
+            "has no row for them"
         )
     if found["reason"] is not None:
         notes.append(f"note: {LOST} ({found['reason']})")

@@ -102,7 +102,8 @@ class Slurm(Record):
         limit_s = 60 * self.time_limit_min
         if self.warning_s >= limit_s:
             raise ValueError(
-                f"warning_s {self.warning_s} is not below the time limit of {limit_s} s. Lower it"
+                f"warning_s {self.warning_s} is not below the time limit of {limit_s} s. "
+                "Lower warning_s"
             )
         return self
 

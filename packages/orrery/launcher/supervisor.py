@@ -309,7 +309,7 @@ class Supervisor:
         after = newest_checkpoint(stage.run_dir, stage.name)
         if after == before or outcome.state == "done":
             return outcome
-        text = f"{outcome.message}; the checkpoint of step {after} was saved after that"
+        text = f"{outcome.message}; the checkpoint of step {after} was saved afterwards"
         return replace(outcome, message=text)
 
     def _write_receipt(self, outcome: Outcome) -> None:

@@ -252,7 +252,7 @@ class RankStallDetector:
             one.heard_s if silent else last_s if one.health.waits else one.moved_s for one in seen
         )
         deeds = " or ".join(dict.fromkeys(one.health.last for one in seen))
-        how = "gave no sign of life" if silent else "made no progress"
+        how = "sent no heartbeat" if silent else "made no progress"
         text = f"stall: {listed(blamed)} {how} for {for_s:.0f} s while {deeds}"
         if held:
             return f"{text}; {listed(held)} {'wait' if len(held) > 1 else 'waits'} in a collective"

@@ -127,7 +127,7 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError, ending in `remedy`, if a file is damaged, missing or not in `files.json`.
+    """Raise OrreryError with `remedy` if a file is damaged, missing or not in `files.json`.
 
     - `share` (i, n): hash every n-th file, from file i on.
     - `each`: called in worker threads after each CHUNK_BYTES read.

@@ -154,7 +154,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait until all ranks have acknowledged earlier batches. Send in the background."""
+        """Wait until all ranks have acknowledged earlier batches, then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: not self._held)
