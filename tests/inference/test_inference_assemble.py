@@ -66,7 +66,8 @@ def test_a_release_of_vllm_without_the_network_is_refused(tmp_path):
     with pytest.raises(OrreryError) as caught:
         check_release(manifest, tmp_path, {"Qwen3ForCausalLM"}, "0.9.0")
     assert str(caught.value) == (
-        "model.family 'glm5': vLLM 0.9.0 has no network GlmMoeDsaForCausalLM. Type `make setup` to "
+        "model.family 'glm5': vLLM 0.9.0 does not support GlmMoeDsaForCausalLM. "
+        "Type `make setup` to "
         "install the release in locks/"
     )
 
@@ -346,9 +347,9 @@ def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the
         refuse_open_interfaces("the store")
     assert str(caught.value) == (
         "the store: Mooncake's transfer engine listens on every interface, and this machine has "
-        f"{refused} beside the run's own. Choose 'nixl' or 'tiers', run in a network namespace, "
-        "or, behind a firewall, set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of "
-        "the site file"
+        f"{refused} besides the run's interface. Choose 'nixl' or 'tiers', run in a network "
+        "namespace, or, behind a firewall, set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in "
+        "[environment] of the site file"
     )
 
 

@@ -405,7 +405,7 @@ def test_the_checkpoints_of_sft_are_removed_when_the_stage_begins(tmp_path, capl
     assert checkpoints.steps(tmp_path, "sft") == [] and not list(
         (tmp_path / "checkpoints").rglob("rank_0.json")
     )
-    assert caplog.messages == ["checkpoints of sft, which is done, are removed: steps 2, 4"]
+    assert caplog.messages == ["removed checkpoints of the finished stage sft: steps 2, 4"]
 
 
 def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused_here(tmp_path):

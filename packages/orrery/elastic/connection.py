@@ -1,7 +1,6 @@
 """Connect two sites over mutual TLS, and exchange frames.
 
-- Each end first sends a HELLO frame. A relay is a site that forwards encrypted bytes between two
-  others.
+- Each end first sends a HELLO frame. A relay site forwards encrypted bytes between two others.
 - A reader and a sender thread share a connection. A lock guards its TLS object, because OpenSSL
   allows no concurrent calls.
 """
@@ -38,11 +37,11 @@ LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
 SLICE = 1 << 17  # bytes per lock acquisition
 SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
-FLUSH_S = 5.0  # time for queued frames after `close`
+FLUSH_S = 5.0  # time to send queued frames after `close`
 HANDSHAKE_S = 10.0  # timeout of each socket call in a handshake
-MAX_STRANGERS = 32  # unfinished handshakes
+MAX_STRANGERS = 32  # maximum number of unfinished handshakes
 RETRY_S = 0.2
-UNSENT = 1 << 17  # most unsent bytes of a socket, so that faster connections send more frames
+UNSENT = 1 << 17  # unsent bytes per socket. If low, faster connections take more of `Backlog`.
 CONGESTION = b"bbr"  # TCP's congestion control, fast under random loss
 WINDOW = 8 << 20  # send buffer in bytes, for 0.4 Gb/s at 100 ms round trip
 KERNEL = Path("/proc/sys/net")
@@ -71,7 +70,7 @@ class Kind(IntEnum):
     HELLO = 0
     DATA = 1
     PING = 2
-    BROKEN = 3  # the round failed; `piece`: failed rank, payload: reason
+    BROKEN = 3  # the round failed. `piece`: failed rank. Payload: reason.
     READY = 4  # the sender has begun the round
     RELAY = 5  # first frame to a relay. `piece`: rank to reach.
     PROBE = 6  # speed measurement. `hop` is 1 in the last frame.
@@ -281,7 +280,7 @@ class PeerConnection:
             except ssl.SSLWantWriteError:
                 self._poll(select.POLLOUT)
                 if time.monotonic() > self._closed_s + FLUSH_S:
-                    raise OSError("closed before the peer took all frames") from None
+                    raise OSError("closed before the peer received all frames") from None
 
     def _poll(self, event: int) -> None:
         poll = select.poll()
@@ -311,7 +310,7 @@ class Strangers:
 
 
 class Handshakes:
-    """Make TLS connections. `arrived(tls, hello)` must answer accepted connections' `hello`."""
+    """Make TLS connections. `arrived(tls, hello)` must answer an accepted HELLO with HELLO."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -393,7 +392,7 @@ class Handshakes:
                 self._relay.add(pair, hello.source, plain(tls))
                 return
         except OSError as error:
-            log.info("links: turned away a connection: %s", error)
+            log.info("links: rejected a connection: %s", error)
             (tls or sock).close()  # `tls` owns the file descriptor
             return
         finally:

@@ -37,7 +37,7 @@ ELECTION_S = 4.0  # longest time of a leader election with one split vote
 EXPIRY_S = 2.0  # longest time from a lease's end to the next round
 RETRY_WATCH_S = 0.5
 RUNS = "orrery/"
-# TLS errors if one side does not trust the other's authority.
+# TLS errors if one side does not trust the other's certificate authority.
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "ALERT_UNKNOWN_CA", "ALERT_BAD_CERTIFICATE")
 log = logging.getLogger("orrery.elastic.etcd_log")
 
@@ -79,8 +79,8 @@ class EtcdClient:
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
         """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
 
-        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`). Until one
-        has answered, also raise it at once for an unknown host or authority.
+        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`). Before
+        the first answer, an unknown host or authority raises ElasticError at once.
         """
         within_s = self._store_s if within_s is None else within_s
         begin_s, reason, is_told = time.monotonic(), "", False
@@ -103,9 +103,9 @@ class EtcdClient:
                 is_told = True
             self.closed.wait(RETRY_S)
         raise ElasticError(
-            f"trainer.elastic.store_timeout_s: no coordinator answered within {within_s:g} s "
-            f"({reason}); other sites continue if most coordinators run; check the network, then "
-            "type `orrery join` again"
+            f"trainer.elastic.store_timeout_s: no coordinator (etcd server) answered within "
+            f"{within_s:g} s ({reason}); other sites continue if most coordinators run; check the "
+            "network, then type `orrery join` again"
         )
 
     def stream(self, path: str, body: dict[str, Any], silence_s: float) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - Sites with a listener become coordinators one at a time, up to an odd number of at most
-  `coordinators`. A coordinator whose site has no lease for REMOVE_S is replaced. A leaving site
-  removes it sooner if etcd would otherwise keep the leaving coordinator.
+  `coordinators`. Coordinators are replaced when their site has had no lease for REMOVE_S. A leaving
+  site removes them at once if etcd refuses to remove its own coordinator.
 - All sites compute the same changes from etcd's data, so they need no leader.
 """
 
@@ -49,7 +49,7 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
     is_steward = own == min(voters & live, default="")
     if gone & voters:
         return Change("remove", min(gone & voters)) if is_steward else Change("none")
-    # If no coordinator's site is live, a leaving site may wait in `_hand_over` for a successor.
+    # A leaving site is not live, but may wait in `_hand_over` for another coordinator.
     if len(voters) < target or not voters & live:
         is_next = own == min(live - voters, default="")
         return Change("add", own) if is_next else Change("none")
@@ -61,12 +61,12 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
 def etcd_program() -> str:
     folders = [Path(__file__).parents[3]]
     with suppress(OrreryError):  # a container has no checkout
-        folders.append(find_workspace().root)  # `__file__` may be a run's copy
+        folders.append(find_workspace().root)  # this file may be a run's copy
     programs = ("etcd", *(str(folder / LOCAL) for folder in folders))
     found = next(filter(None, map(shutil.which, programs)), None)
     if found is None:
         raise ElasticError(
-            "etcd: not installed. An elastic run keeps its log in it; type "
+            "etcd: not installed. An elastic run keeps its log in etcd; type "
             "`bash locks/system.sh elastic`"
         )
     return found
@@ -188,7 +188,7 @@ class EtcdSite:
         self._snapshots = snapshots
         self.membership = LogMembership(self.log, pace)
         self.server = EtcdServer(name, folder, certificates, run) if name else None
-        self.links: PeerLinks | None = None  # if a lease ends, `_run` breaks their round
+        self.links: PeerLinks | None = None  # `_run` ends a round if a member's lease ends
         self._missing_since_s: dict[str, float] = {}
         self._stop = threading.Event()
         self._steward = threading.Thread(target=self._run, name="coordinators", daemon=True)
@@ -241,7 +241,7 @@ class EtcdSite:
     def _remove_dead(self, members: Mapping[str, tuple[str, bool]], voters: Set[str]) -> None:
         """Remove coordinators without a live site, so that etcd then removes this site's own.
 
-        etcd refuses removals that leave no running majority, also of other leaving sites.
+        Other leaving sites are not live. etcd refuses removals that leave no running majority.
         """
         for name in sorted(voters - self._live()):
             with suppress(ElasticError, EtcdRefused):
@@ -267,14 +267,14 @@ class EtcdSite:
             self._ready.set()
         while not self._stop.wait(self._heartbeat_s):
             with suppress(ElasticError, EtcdRefused, OSError):
-                self._step()  # may start the server
+                self._step()  # OSError: the server cannot start
             with suppress(ElasticError, EtcdRefused, OSError):
                 if self.links is not None and (current := self.links.current) is not None:
                     self.links.keep_leased(self.log.live(self._heartbeat_s), current)
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # calls below may need it
+            self.server.start()  # the calls below may need this server
         members = self._members()
         voters = _voters(members)
         if voters != set(self.client.endpoints):

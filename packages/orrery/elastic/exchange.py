@@ -82,7 +82,7 @@ def exchange(
     share = np.float32(outer_round.weights[rank] / total)
     is_heavy = [weight > 0 for weight in outer_round.weights]
     if error_feedback is not None and not is_heavy[rank]:
-        error_feedback.pending[:] = error_feedback.lost  # this site does not encode all values
+        error_feedback.pending[:] = error_feedback.lost  # errors of unencoded values stay
     site = _Site(delta, share, is_heavy, rank, ring, links, codec, error_feedback, timeout_s)
     lanes = [
         TOPOLOGIES[topology](site, lane, {n: p for n, p in enumerate(pieces) if p.lane == lane})

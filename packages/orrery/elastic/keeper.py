@@ -44,7 +44,7 @@ POLL_S = 0.2
 RETRY_S = 5.0
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64  # unfinished TLS handshakes
-READY_S = 60.0  # maximum wait for the keeper's start, without `bind_s`
+READY_S = 60.0  # maximum wait for the keeper's start, in addition to `bind_s`
 NICE = 10  # peers' requests must not slow the trainer
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
@@ -65,7 +65,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # Compare modification times, because a rewind publishes rounds again.
+            # Compare modification times, because a run set back by --rewind repeats rounds.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:

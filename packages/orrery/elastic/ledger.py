@@ -108,7 +108,7 @@ def admit(
     The site becomes a member at once if it has the newest state, no exchange runs, and either no
     round is committed or no member is live. Otherwise, it joins at the next exchange. Raise
     StateLacking if no member is live and the site lacks the newest state, and ElasticError if
-    `max_sites` live sites take part or the terms do not fit.
+    `max_sites` live sites take part or `terms` do not meet the run's.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -130,8 +130,8 @@ def admit(
     if is_first and not holds_state:
         raise StateLacking(
             f"the run stands at round {ledger.last} and no site is live, but this site holds the "
-            f"state of round {terms.round}; start the site with the newest checkpoint first, and "
-            "with --rewind to set the run back to it"
+            f"state of round {terms.round}; first start the site with the newest checkpoint, with "
+            "--rewind if the run is ahead of that checkpoint"
         )
     ledger = msgspec.structs.replace(
         ledger, terms=ledger.terms or msgspec.structs.replace(terms, round=NO_ROUND, digest="")
@@ -154,7 +154,7 @@ def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
         raise Behind(site_id, ledger.last)
     if number > ledger.number:
         raise LeaseLost(
-            f"site {site_id[:8]} asks for round {number}, but the log stands at {ledger.last}"
+            f"site {site_id[:8]} asks for round {number}, but the log is at round {ledger.last}"
         )
     if ledger.is_exchanging or site_id in ledger.tokens:
         return ledger
@@ -350,7 +350,7 @@ class ShardMap(msgspec.Struct):
                 if not free:
                     raise ElasticError(
                         f"stages.sft.data.num_shards {len(self.trained)}: {len(members)} sites "
-                        f"take part, so site {member.id[:8]} gets no shard; let it leave"
+                        f"take part, so site {member.id[:8]} gets no shard; stop this site"
                     )
                 kept[member.id] = member.shard if member.shard in free else free[0]
         self.holders = kept

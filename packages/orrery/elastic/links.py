@@ -1,4 +1,4 @@
-"""Connect a process to the process of the same rank at every other site, over mutual TLS.
+"""Connect process i of a site to process i of every other site, over mutual TLS.
 
 - A lost or silent connection ends the round. The first site that notices tells all others.
 - Between rounds, a site's process 0 measures the speed to each new peer once.
@@ -66,7 +66,7 @@ class PeerLinks:
     ) -> None:
         """Listen on `port` + `shard` (any port if `port` is 0), unless `host` is "".
 
-        `shard`: this process's rank in the site.
+        `shard`: this process's index in the site.
         """
         self.num_lanes, self.rank, self.epoch, self.round = num_lanes, -1, -1, -1
         self._run, self._shard = hashlib.sha256(run.encode()).digest()[:16], shard
@@ -121,7 +121,7 @@ class PeerLinks:
         with self._changed:
             self._phase = LinkPhase.IDLE
             is_new = {each.id for each in self._members.members} - self._probe.found.keys()
-            if self._shard == 0 and len(is_new) > 1:  # `is_new` contains this site
+            if self._shard == 0 and len(is_new) > 1:  # this site is always new
                 args, name = (self.epoch, self.round), "links-probe"
                 threading.Thread(target=self._measure, args=args, name=name, daemon=True).start()
 
@@ -291,7 +291,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A failed site itself tells all sites.
+                    # A site that reports its own failure has told all sites.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
@@ -407,7 +407,7 @@ class PeerLinks:
 class SpeedProbe:
     """Measure speeds. `found`: Mb/s by site id.
 
-    Receivers time only the second half, because TCP's slow start and buffers distort the first.
+    Receivers time a probe's second half, because TCP's slow start and buffers distort the first.
     """
 
     def __init__(self) -> None:

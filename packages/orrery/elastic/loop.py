@@ -58,7 +58,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now (`now`) as the next θ: one site's step with η = 1, μ = 0, without rounding."""
+    """Return θ_now (`now`), the exact next θ of a single site with η = 1 and μ = 0."""
     return now, momentum
 
 
@@ -209,7 +209,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """Run rounds on one rank. `round`: the next round's number. `fragment`: weights that change."""
+    """Run rounds on one rank. `round`: the next round's number. `fragment`: its weights."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class OuterLoop:
         while not is_committed:
             if (num_attempts := num_attempts + 1) > MAX_ATTEMPTS:
                 raise ElasticError(
-                    f"round {number}: broke {MAX_ATTEMPTS} times; read the logs, then type "
+                    f"round {number}: {MAX_ATTEMPTS} attempts failed; read the logs, then type "
                     "`orrery join` again"
                 )
             rank = outer_round.epoch.rank(self.site_id)

@@ -17,7 +17,7 @@ __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "R
 
 
 class Membership(Protocol):
-    """A site's calls. They block, and raise LeaseLost if the site must rejoin."""
+    """A site's calls to the run. They block, and raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         """Join the run with a new site id. Raise ElasticError if the run refuses the site."""

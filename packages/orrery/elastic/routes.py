@@ -21,7 +21,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
-    turn = accepting[(a + b) % len(accepting) :] + accepting  # pairs share equally fast relays
+    turn = accepting[(a + b) % len(accepting) :] + accepting  # spread pairs over equal relays
     best = max(turn, key=lambda r: _detour(epoch, a, r, b))
     if not epoch.members[a].port and not epoch.members[b].port:
         return best

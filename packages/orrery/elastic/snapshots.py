@@ -323,7 +323,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Pop a block not in `lacking`, or return None when no thread can put one back."""
+        """Pop a block not in `lacking`. Return None once no other thread can put one back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):
@@ -437,9 +437,9 @@ def fetch_state(
 ) -> Path:
     """Fetch the newest committed state from all peers at once. Return its folder.
 
-    `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
-    digest). Raise FetchFailed after `deadline_s` without a new block, or if a peer has a later
-    round and no peer has the last round.
+    `peers` returns ADDRESS:PORT of snapshot servers, `wanted` the last round's (number, digest).
+    Raise FetchFailed after `deadline_s` without a new block, or if peers have only other rounds,
+    at least one of them later.
     """
     end_s, reason, num_fetched = time.monotonic() + deadline_s, "no peer is live", 0
     while True:
@@ -476,6 +476,6 @@ def fetch_state(
         if is_gone or time.monotonic() >= end_s:
             raise FetchFailed(
                 f"recovery: no state of round {number} from other sites ({reason}); check that "
-                "they run and their recovery port is open, then join again",
+                "they run and their snapshot ports are open, then join again",
                 num_fetched,
             )

@@ -1,6 +1,7 @@
 """Define the values and errors that the other modules share.
 
-- A site is one trainer with any number of processes. Its rank is its index in the epoch.
+- A site is one trainer with any number of processes. A site's rank is its index in the epoch. A
+  process's rank is its index in the site.
 - An epoch is a numbered set of sites. A round is one exchange between them.
 - A site's weight is its tokens or steps since its last exchange.
 """
@@ -37,7 +38,7 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
     address: str
     port: int  # 0 without a listener
     shard: int | None = None  # the operator's choice of data shard
-    name: str = ""  # of the site's certificate
+    name: str = ""  # in the site's certificate
 
 
 class Epoch(msgspec.Struct, frozen=True):

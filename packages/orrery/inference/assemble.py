@@ -33,11 +33,11 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"
 BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
-# Use the full name, because vLLM on CPU replaces "uni" by "mp".
+# The executor's full name, because vLLM on CPU replaces "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 INDEX = "ORRERY_ENGINE"  # environment variable with the engine's index
 ENGINE_READY_S = 600
-HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes the meeting point
+HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes where ranks meet
 KEEP_ALIVE_S = 600  # clients close idle connections earlier
 # Projections of each LoRA target, without experts, because LoRA kernels of experts need a GPU.
 PROJECTIONS = {
@@ -62,7 +62,7 @@ def check_release(manifest: Manifest, weights: Path, known: Collection[str], rel
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
     if manifest.model.family != "hugging_face" and name not in known:
         raise OrreryError(
-            f"model.family {manifest.model.family!r}: vLLM {release} has no network {name}. Type "
+            f"model.family {manifest.model.family!r}: vLLM {release} does not support {name}. Type "
             "`make setup` to install the release in locks/"
         )
 
@@ -223,7 +223,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM requires factors of one projection, and sets missing factors to 0.
+    # vLLM requires at least one projection's factors, and sets missing factors to 0.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {
         "A": (lora.rank, model.num_heads * model.head_dim),

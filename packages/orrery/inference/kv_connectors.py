@@ -50,7 +50,7 @@ def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, An
         "kv_role": "kv_both",
         "kv_load_failure_policy": tiers["kv_load_failure_policy"],
         "engine_id": transfer.pop("engine_id"),
-        "kv_connector_extra_config": {"connectors": [transfer, tiers]},  # in vLLM's query order
+        "kv_connector_extra_config": {"connectors": [transfer, tiers]},  # in query order
     }
 
 
@@ -61,7 +61,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # a new id per start, which loses all blocks
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new, because a restart loses all blocks
     }
     if transfer.kind == "nixl":
         return config | {
@@ -225,9 +225,9 @@ def refuse_open_interfaces(what: str) -> None:
     if others and os.environ.get(OPEN_MOONCAKE) != "1":
         raise OrreryError(
             f"{what}: Mooncake's transfer engine listens on every interface, and this machine has "
-            f"{', '.join(others)} beside the run's own. Choose 'nixl' or 'tiers', run in a network "
-            f"namespace, or, behind a firewall, set {OPEN_MOONCAKE} = '1' in [environment] of the "
-            "site file"
+            f"{', '.join(others)} besides the run's interface. Choose 'nixl' or 'tiers', run in a "
+            f"network namespace, or, behind a firewall, set {OPEN_MOONCAKE} = '1' in [environment] "
+            "of the site file"
         )
 
 

@@ -79,7 +79,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A round: slices of FP8 scales and values, and copies of decoded (`wide`) and other slices."""
+    """A transfer round: slices of FP8 scales and values, copies of decoded FP8 and other slices."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -128,7 +128,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Make the model usable. Return its fingerprints, or {} if the update is incomplete."""
+        """End the reload. Return the model's fingerprints, or {} if the update is incomplete."""
 
 
 class Receiver(Backend):

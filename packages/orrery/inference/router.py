@@ -76,7 +76,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Above `most` requests, the router answers 429. Old and new requests may overlap, hence 2.
+    # Above `most` requests, the router answers 429. Factor 2: old and new requests may overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,

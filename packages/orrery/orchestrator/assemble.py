@@ -128,7 +128,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))
-        ctx.log.info("checkpoints of sft, which is done, are removed: steps %s", steps)
+        ctx.log.info("removed checkpoints of the finished stage sft: steps %s", steps)
     newest = checkpoints.latest(ctx.run_dir)
     first_problem = _first_problem(ctx)
     if newest is None:

@@ -25,7 +25,7 @@ TIMEOUT = "timeout"
 PROOF_S = 30.0
 BACKOFF = 0.05
 LEAST = 1e-9
-# At a poll, `share` − measured share shrinks by the factor e^(−DECAY · ended / in flight).
+# Each poll multiplies (`share` − measured share) by e^(−DECAY · rollouts ended / in flight).
 DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
@@ -48,7 +48,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one rollout. `version`: policy version at the group's start, and cache salt."""
+    """A request for one rollout. `version` (cache salt): policy version at the group's start."""
 
     group: GroupRequest
     member: int
@@ -113,8 +113,8 @@ class AdaptiveLimit:
     """The limit of rollouts in flight: the number of engines divided by `share`.
 
     `share` estimates the part of one engine's KV cache that a rollout uses. It rises at once but
-    falls slowly, because young rollouts use little cache. After n preemptions, the limit is
-    m − min(n, max(1, BACKOFF · m)) with m = min(limit, rollouts in flight).
+    falls slowly, because young rollouts use little cache. When engines preempt n requests, the
+    limit is m − min(n, max(1, BACKOFF · m)) with m = min(limit, rollouts in flight).
     """
 
     bounds: AdaptiveAdmission

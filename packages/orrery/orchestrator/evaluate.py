@@ -94,7 +94,7 @@ def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> Non
         return
     file = checkpoints.checkpoint_dir(ctx.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
     done = done_path(ctx.run_dir, "rl")
-    remedy = f"remove {done} and run rl again: it goes on from its last checkpoint"
+    remedy = f"remove {done} and run rl again, which resumes from the last checkpoint"
     try:
         published = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
         expected = {int(step): text for step, text in published.items()}[version]
@@ -174,7 +174,7 @@ class EvaluationLoop:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """Return `result.json`: rewards by policy and task.
+    """Return the content of `result.json`: rewards by policy and task.
 
     Means exclude failed rollouts, but include timeouts with a reward of 0. The mean over
     tasks is weighted by requested rollouts.

@@ -20,7 +20,7 @@ from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Rollout
 
 STD_FLOOR = 1e-6  # smaller deviations are rounding errors
-BARREN_BATCHES = 10  # consecutive untrainable rollouts that end the run, in batches
+BARREN_BATCHES = 10  # batches of consecutive untrainable rollouts that end the run
 RAISE = {  # drop reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",

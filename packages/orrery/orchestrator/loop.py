@@ -87,7 +87,7 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Store now, because engines may return tokens of this version during the update.
+    # Store the digest now, because engines may return this version's tokens during the update.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())

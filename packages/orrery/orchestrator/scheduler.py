@@ -271,7 +271,7 @@ class Scheduler:
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
-            # Drop other sites' rollouts, because sites get new numbers and may have been refused.
+            # Drop other sites' rollouts, because sites are renumbered and may have been refused.
             num_own = manifest.inference.num_replicas
             self.buffer.drop_engines(lambda each: each >= num_own, "site_of_past_attempt")
 

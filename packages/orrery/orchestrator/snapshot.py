@@ -142,7 +142,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"
     if (later := _later(checkpoint)) is not None:
         path = later / "orchestrator"
-        remedy = f"remove {later} to go on from the state when batch {step} was cut; "
+        remedy = f"remove {later} to resume from the state before batch {step} was sent; "
         remedy += "the step's checkpoint itself stays"
         checkpoints.verify(later, remedy)
     try:

@@ -44,7 +44,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0
-SPARE_WAVES = 4  # allowance for restarts, weight updates and stale rollouts
+SPARE_WAVES = 4  # waves allowed for restarts, weight updates and stale rollouts
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -192,7 +192,7 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Engines, training and the queue use one version each. Batches ahead use the others.
+    # One version each for the engines, the trainer, the queue, and each batch ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 

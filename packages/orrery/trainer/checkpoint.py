@@ -290,8 +290,8 @@ class SharedCopy:
         self._fits = total <= free - spared
         if not self._fits and here[0] == world.rank:
             log.warning(
-                "%.1f GB for checkpoints do not fit in %s (%.1f GB free), so the next start cannot "
-                "save a copy whose trainer and saver were killed; %s",
+                "%.1f GB for checkpoints do not fit in %s (%.1f GB free), so a copy is "
+                "lost if its trainer and saver are killed; %s",
                 *(total / 1e9, SHARED_MEMORY, free / 1e9, ENLARGE),
             )
 

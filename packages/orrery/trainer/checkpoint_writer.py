@@ -2,7 +2,7 @@
 
 - Training waits only for the copy into shared memory and for the previous checkpoint. A saver
   process (`saver.py`) writes the copy to disk.
-- Callers write a step's metrics before its checkpoint, because a resumed run does not repeat it.
+- Callers write a step's metrics before its checkpoint, because resumed runs do not repeat the step.
 """
 
 import json

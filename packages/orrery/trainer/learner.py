@@ -216,7 +216,7 @@ class Learner:
         self.base_sha256: str | None = None
         self.guard: MismatchGuard | None = None
         self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds it took
-        # Maximum |gradient| at context-parallel exchanges and the embedding. It shows a NaN's rank.
+        # Maximum |gradient| at context-parallel exchanges and the embedding, to find a NaN's rank.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:

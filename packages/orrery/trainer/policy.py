@@ -75,7 +75,7 @@ def count_members(columns: Columns) -> dict[str, int]:
 
 
 class SentKeys(NamedTuple):
-    """What engines send of the keys that their indexers choose: samples, or all `top_k` as bits."""
+    """Format of chosen keys from engines: a sample, or all `top_k` as bits, per indexer."""
 
     num_indexers: int
     top_k: int
@@ -92,8 +92,8 @@ def micro_batch(
 ) -> MicroBatch:
     """Build the micro-batch that trains version `step` − 1.
 
-    `shard` selects this context-parallel rank's tokens. `sent`: if engines send chosen keys. Raise
-    RunFailed for invalid samples or routes.
+    `shard` selects this context-parallel rank's tokens. `sent`: format of engines' chosen keys.
+    Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, sent)
     return _on_device(whole if shard is None else shard(whole), device)

@@ -259,7 +259,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # Leave START out, because the launcher kills processes that have it.
+        # Omit variable START, because the launcher kills processes that have it.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 
@@ -329,7 +329,7 @@ class Uploads:
 
     def finish(self) -> None:
         if self._process is not None:
-            self._process.wait()  # then begin again, because it may lack the newest checkpoint
+            self._process.wait()  # may lack the newest checkpoint, so `begin` again
         self.begin()
         if self._process is not None:
             self._process.wait()

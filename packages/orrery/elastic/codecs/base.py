@@ -55,7 +55,7 @@ class Library:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return a function that encodes, and returns an invalid value's index or −1."""
+        """Return an encoding function. It returns an invalid value's index, or −1."""
         call = self._library[f"{kind}_encode"]
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
@@ -169,7 +169,7 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Encode `share` · x + decoded `added` into `out`, and return it.
+        """Encode `share` · x + decoded `added` into `out`. Return `out`.
 
         If `share` is 0, x may contain NaN.
         """

@@ -221,7 +221,7 @@ def _kept(records: Bytes, m: int) -> tuple[NDArray[np.int64], Floats]:
     split = 8 + -(-k // 4)
     levels = np.ascontiguousarray(records[:, :8]).view(np.float32)
     codes = _numbers(records[:, 8:split], k, 2)
-    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # for damaged data
+    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # damaged indices may be larger
     values = np.take_along_axis(levels, codes & 1, axis=1)
     return places, np.where(codes & 2, -values, values)
 

@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: factor for the size of vLLM's route store.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: engines report keys as bits of so many positions, or, if 0, as samples.
+# Environment variable: positions in the bit mask of chosen keys. With 0, engines send samples.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -143,7 +143,7 @@ PATCHES = (
         "vllm.exchange_unequal_parts",
         "CpuCommunicator.all_gatherv, .reduce_scatterv",
         "data-parallel ranks on CPU cannot exchange tokens for experts: NotImplementedError",
-        "vLLM's CPU communicator has both",
+        "vLLM's CPU communicator has these collectives",
         "test_inference_expert_parallel.py",
     ),
     Patch(
@@ -185,7 +185,7 @@ PATCHES = (
     Patch(
         "vllm.pause_beside_unread_blocks",
         "Scheduler.has_finished_requests",
-        "a pause waits until all blocks are read, but their readers pause too, so leases must end",
+        "a pause waits for other engines to read KV blocks, but they pause too, until leases end",
         'a "keep" pause returns at once with unread blocks',
         "test_inference_prefill_decode.py",
         "vllm-project/vllm#58041",

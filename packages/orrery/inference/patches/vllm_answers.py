@@ -1,7 +1,7 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-`registry` gives the reasons. A streamed answer has one JSON line per finished sample. The engine
-core sends held tokens before a pause or weight update, so that their versions are exact.
+`registry` gives the reasons. A streamed answer has one JSON line per finished sample. Before a
+pause or weight update, the engine core sends all held tokens, so that their versions are exact.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # This has effect, because vLLM sends the parameters when the first result is awaited.
+        # Not too late, because vLLM sends the parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:

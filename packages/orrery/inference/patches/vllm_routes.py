@@ -284,10 +284,10 @@ def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
 
 
 def sample_positions(position_TK: Tensor) -> Tensor:
-    """Return `SAMPLED_KEYS` of each row's positions as u8 [T, 4 · SAMPLED_KEYS], or −1 as bytes.
+    """Return `SAMPLED_KEYS` of each row's positions, i32 viewed as u8 [T, 4 · SAMPLED_KEYS].
 
-    Their columns are equally spaced from one that depends on the row's sum, so that all columns are
-    equally likely. A row with −1 has no complete choice.
+    Sampled columns are equally spaced. The first depends on the row's sum, so that all columns are
+    equally likely. A row with a −1 (fewer keys) gives only −1.
     """
     num_keys = position_TK.shape[1]
     total_T = position_TK.sum(dim=1)  # i64
@@ -302,7 +302,7 @@ def sample_positions(position_TK: Tensor) -> Tensor:
 def _with_choices(capturer: type) -> type:
     class RoutesAndChoices(capturer):
         def add_indexers(self, prefixes: list[str], num_bytes: int) -> None:
-            """`num_bytes`: bytes of all positions' bits, or 0 for samples."""
+            """`num_bytes`: size of a bit mask of positions, or 0 for samples."""
             self._index = {prefix: index for index, prefix in enumerate(prefixes)}
             self._num_bits, routes = 8 * num_bytes, self.device_buffer
             width = num_bytes or 4 * SAMPLED_KEYS

@@ -248,7 +248,7 @@ class EngineClient:
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer a failed worker's reason
+        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer the failing worker's
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:
             kind = VersionGone if GONE in reason else UpdateInterrupted

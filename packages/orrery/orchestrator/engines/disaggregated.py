@@ -24,7 +24,7 @@ from orrery.orchestrator.engines.messages import EngineGone, Generation, Generat
 from orrery.orchestrator.engines.requests import Address, Chosen, EngineChoice, TokenIds
 from orrery.runtime.timing import scaled
 
-# Salt suffixes in `_decode_of`, for all blocks that an engine holds, and blocks that it computed.
+# Salt suffixes in `_decode_of`: for all blocks of an engine, and for blocks that it computed.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0
@@ -269,7 +269,7 @@ class DisaggregatedEngines:
             return prefilled, where
         if prefilled.kv_transfer is None:
             raise GenerationFailed(
-                f"{client.name} did not say where the cache of request {request_id!r} is"
+                f"{client.name} gave no KV cache address for request {request_id!r}"
             )
         return prefilled, prefilled.kv_transfer
 

@@ -30,7 +30,7 @@ from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESS
 from orrery.wire.routed_experts import Routes, split
 from orrery.wire.sockets import NOT_OF_THE_PROTOCOL
 
-START_VERSION = -1  # version before the first update, "default" in engines
+START_VERSION = -1  # version before the first update. vLLM calls it "default".
 UNKNOWN_ENGINE = -1
 
 

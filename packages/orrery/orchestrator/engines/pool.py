@@ -120,7 +120,7 @@ class EngineRegistry:
 
     def want(self, version: int) -> None:
         if version < self.wanted:
-            raise AssertionError(f"version {version} wanted after version {self.wanted}")
+            raise AssertionError(f"the wanted version falls from {self.wanted} to {version}")
         if version > self.wanted:
             for index in self.at(Phase.UPDATED, Phase.HEALTHY):
                 self._engines[index].phase = Phase.STALE
@@ -443,7 +443,7 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven while it answers the canary, and after WeightsDiffer."""
+        """Mark an engine as unproven during its canary call, and ever after WeightsDiffer."""
         self._proving.add(index)
         try:
             yield

@@ -85,7 +85,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             process_control.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        # Dismiss last, because a slow router must not delay the restart.
+        # Call the router last, because a slow router must not delay the restart.
         await self.dismiss(url)
 
     async def dismiss(self, url: str) -> None:
@@ -147,7 +147,7 @@ class EngineRecovery:
             for index, (since_s, _) in self._clocks.items():
                 if time.monotonic() - since_s > scaled(RETURN_S):
                     why = self.pool.registry[index].why
-                    why = why or "it listens, but no version came that it could load"
+                    why = why or "it listens, but no loadable version was published"
                     raise RunFailed(
                         f"engine {index} did not serve again within {scaled(RETURN_S):g} s "
                         f"({why}); read its log"

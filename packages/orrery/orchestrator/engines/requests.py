@@ -76,9 +76,9 @@ class SharedRequests:
         except asyncio.CancelledError:
             sending = request.sending
             if sending is not None and not request.is_wanted:
-                request.sending = None  # only one cancelled call may abort
+                request.sending = None  # other cancelled calls do not abort again
                 sending.cancel()
-                if len(request.calls) > 1:  # a single call's caller aborts it
+                if len(request.calls) > 1:  # a single call's caller aborts the request
                     with suppress(OrreryError):
                         await asyncio.shield(self._abort([request.name]))
             raise

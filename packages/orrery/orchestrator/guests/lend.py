@@ -162,7 +162,8 @@ class Lender:
         if entered.attempt != self._attempt:
             self._attempt, self._version, self._digest = entered.attempt, START_VERSION, ""
         self._lease = entered.lease
-        self._ctx.log.info("lends its engine to %s as %s", self._place.join, self._place.name)
+        site = self._place
+        self._ctx.log.info("this site lends its engine to %s as %s", site.join, site.name)
 
     async def _ask(self) -> None:
         await self._enter()
@@ -209,7 +210,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # the run's engines draw samples of ended leases
+                continue  # after a lease, the run's engines draw the samples
 
     def _cancel(self, ids: Sequence[str]) -> None:
         for each in ids:

@@ -127,5 +127,5 @@ def check_answer(
 
 def _array(data: bytes, dtype: type[np.generic]) -> np.ndarray:
     if len(data) % 4:
-        raise GuestRefused(f"it answered with an array of {len(data)} bytes")
+        raise GuestRefused(f"it answered with an array of {len(data)} bytes, not a multiple of 4")
     return np.frombuffer(data, dtype)

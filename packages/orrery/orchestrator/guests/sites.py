@@ -116,7 +116,7 @@ class SiteEvidence:
                 )
         sums = [(s.surprise, s.variance, s.square, s.clipped) for s in self._scores]
         surprise, variance, square, clipped = np.array(sums).sum(0)
-        # A nearly certain policy has a tiny `variance`, so `square` allows a few unlikely tokens.
+        # `variance` is tiny for a nearly certain policy. `square` tolerates a few unlikely tokens.
         deviations = surprise / math.sqrt(max(variance, square, 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (
@@ -141,7 +141,7 @@ class GuestJob:
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
-        """Let the run's engines draw the sample. To avoid bias, its length must not matter."""
+        """Let the run's engines draw the sample. To avoid bias, ignore the sample's length."""
         if not self.result.done():
             self.result.set_result(None)
 
@@ -219,8 +219,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The run's site and listening sites with the version serve it. At most as many sites fetch it
-        at a time as serve it.
+        The run's site serves versions, and so do listening sites. The number of sites that fetch a
+        version is limited to the number that serve it.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:

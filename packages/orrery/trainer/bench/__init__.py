@@ -204,7 +204,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Fit dp_shard to `devices`. Unless `given` has ep, reduce it to a divisor of dp_shard · cp."""
+    """Fit dp_shard to `devices`. Unless `given` has ep, reduce ep to a divisor of dp_shard · cp."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -279,7 +279,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # A random network has such log-probs, so importance ratios stay finite.
+        # Near a random network's log-probs, so that importance ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),

@@ -68,18 +68,19 @@ def parser() -> argparse.ArgumentParser:
 
     add("manifest", metavar="MANIFEST")
     add("--device", choices=["cpu"], help="measure on the CPU, in float32")
-    add_number("--devices", "N", "number of devices, instead of the mesh's; dp_shard is fitted")
+    text = "number of devices (default: the mesh's), to which dp_shard is fitted"
+    add_number("--devices", "N", text)
     add_number("--steps", "N", f"measured steps (default {default.steps})")
     add_number(
         "--warmup", "N", f"unmeasured steps before the measured steps (default {default.warmup})"
     )
     text = "lengths of documents (default fixed: all as long as the longest)"
     add("--lengths", choices=["fixed", "variable"], help=text)
-    text = f"experts that the router chooses, or all in turn (default {default.routing})"
+    text = f"experts: chosen by the router, or all in turn (default {default.routing})"
     add("--routing", choices=["natural", "balanced"], help=text)
     add("--loss", choices=["sft", "rl"], help=f"loss to train (default {default.loss})")
     add_number("--micro-batches", "M", "micro-batches per rank and step (default 1)")
-    text = "instead of trainer.memory.max_tokens_per_micro_batch"
+    text = "replaces trainer.memory.max_tokens_per_micro_batch"
     add_number("--tokens-per-micro-batch", "T", text)
     add_number("--document-tokens", "T", "longest document (default: the engines' context)")
     add_number("--layers", "L", "number of layers, instead of the model's")
@@ -89,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     add("--mesh", metavar="JSON", help='fields to change in trainer.mesh, such as {"ep": 4}')
     text = 'fields to change in the trainer, such as {"optimizer": {"kind": "muon", …}}'
     add("--trainer", metavar="JSON", help=text)
-    add("--compile", action=argparse.BooleanOptionalAction, help="instead of trainer.compile")
+    add("--compile", action=argparse.BooleanOptionalAction, help="replaces trainer.compile")
     add("--json", type=Path, default=None, metavar="FILE", help="write all measurements to FILE")
     text = "keep the trace of the profiled step in FOLDER"
     add("--profile", type=Path, default=None, metavar="FOLDER", help=text)

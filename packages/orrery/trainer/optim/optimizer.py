@@ -104,7 +104,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows that hold whole shards, with the same parameters on all ranks."""
+        """Yield (begin, end, slices) of whole shards, with the same parameters on all ranks."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):
@@ -265,7 +265,7 @@ class StateOffload:
 
 
 class StateStream:
-    """Stream state during `blocks`. `one`, `many`: plans for one and several micro-batches."""
+    """Copy state while `blocks` run. `one`, `many`: plans for one and several micro-batches."""
 
     def __init__(
         self, offload: StateOffload, blocks: Sequence[nn.Module], one: StateRooms, many: StateRooms

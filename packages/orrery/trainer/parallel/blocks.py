@@ -64,7 +64,7 @@ def apply(policy: Policy, trainer: Trainer) -> None:
 
 
 def _name_products(policy: Policy, trainer: Trainer) -> None:
-    """Let linear layers call an operator that `_Run` finds in compiled parts of a block."""
+    """Make linear layers call an operator that `_Run` recognises in compiled blocks."""
     if not (trainer.compile and "projections" in trainer.kept):
         return
     for block in policy.network.layers:
@@ -340,7 +340,7 @@ def _methods(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 class _Calls:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        self._results: dict[int, Tensor] = {}  # of a forward pass, by storage address
+        self._results: dict[int, Tensor] = {}  # forward results by storage address
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
         pack, unpack = storage_of_results()
