@@ -154,9 +154,9 @@ def test_two_donors_share_the_blocks_and_each_gives_its_own_inner_state(tmp_path
 def test_a_joiner_waits_for_the_state_that_the_log_names(tmp_path, files, serve):
     snapshot(tmp_path / "a", 3)
     peer = serve(tmp_path / "a")
-    with pytest.raises(ElasticError, match="has round 3, and the log is at round 4"):
+    with pytest.raises(ElasticError, match="has round 3, and the run is at round 4"):
         fetch_state(lambda: [peer], lambda: (4, "digest 4"), tmp_path / "b", files, 0.0)
-    with pytest.raises(ElasticError, match="the log is at round 3"):
+    with pytest.raises(ElasticError, match="the run is at round 3"):
         fetch_state(lambda: [peer], lambda: (3, "other"), tmp_path / "b", files, 0.0)
 
     def wanted() -> tuple[int, str]:

@@ -227,7 +227,7 @@ def test_a_network_of_transformers_has_no_utilisation_and_the_table_says_so(monk
         found = measured(model, [10, 3, 2])
         assert {found[key] is not None for key in (*report.WORK, "expected_s")} == {counted}
         report.show(found)
-        assert ("operations of this family are not counted" in capsys.readouterr().out) == (
+        assert ("FLOPs of this model family are not counted" in capsys.readouterr().out) == (
             not counted
         )
 

@@ -129,7 +129,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """Frames that any connection to the peer may send."""
+    """Queue of frames for any connection to the peer."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()

@@ -66,7 +66,7 @@ def etcd_program() -> str:
     found = next(filter(None, map(shutil.which, programs)), None)
     if found is None:
         raise ElasticError(
-            "etcd: not installed. An elastic run keeps its log in etcd; type "
+            "etcd: not installed. An elastic run keeps its state in etcd; type "
             "`bash locks/system.sh elastic`"
         )
     return found

@@ -2,7 +2,7 @@
 
 - `ring`: a sum for each of W chunks travels W − 1 hops. Each site decodes it, adds its own values
   in float32 and encodes it again. The total then travels W − 1 hops unchanged.
-- `all_to_all`: each rank adds all values of one chunk, and sends the sum to all.
+- `all_to_all`: each site adds all values of one chunk, and sends the sum to all.
 - A site with wᵢ = 0 forwards frames but adds no values.
 - Arriving sums overwrite Δᵢ. If a peer fails, the caller must compute Δᵢ again.
 """
@@ -224,7 +224,7 @@ class _Lane(ABC):
         return wire
 
     def finish(self, number: int, wire: Bytes) -> None:
-        """Overwrite a piece of Δ, which was already sent, by its decoded sum."""
+        """Overwrite a sent piece of Δ by its decoded sum."""
         begin_s = time.monotonic()
         self.site.codec.decode(wire, self.site.delta[self.pieces[number].at])
         self.codec_s += time.monotonic() - begin_s

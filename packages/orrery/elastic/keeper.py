@@ -3,7 +3,7 @@
 - The trainer writes a line to the keeper's stdin after each copy of its state.
 - The keeper ends `linger_s` after the trainer, when another keeper starts on its folder, or when
   the folder is removed.
-- Its first line on stdout says why it cannot serve, or is empty.
+- Its first line on stdout is the reason why it cannot serve, or empty.
 - Over HTTPS with mutual TLS, `/newest` returns the newest header, and `/block/SHA256` a block.
 """
 

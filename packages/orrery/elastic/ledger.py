@@ -4,7 +4,7 @@
 - `live`: ids of the sites with a lease.
 - A round gathers sites. They exchange weight changes, then report the new state's digest or the
   peers that they lost.
-- An epoch is a time with fixed members and network paths. It also ends if a round restarts.
+- An epoch's members and network paths are fixed. A restarted round begins a new epoch.
 """
 
 import sys
@@ -65,7 +65,7 @@ class Ledger(msgspec.Struct, frozen=True):
     broken: dict[str, tuple[str, ...]] = {}  # peers that a member reports as lost, by its id
     strikes: tuple[tuple[str, str], ...] = ()  # pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # Mb/s by site id and peer id
-    speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b
+    speeds: tuple[tuple[int, ...], ...] = ()  # as in `Epoch`
     committed: CommittedRound | None = None
 
     @property
@@ -154,7 +154,7 @@ def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
         raise Behind(site_id, ledger.last)
     if number > ledger.number:
         raise LeaseLost(
-            f"site {site_id[:8]} asks for round {number}, but the log is at round {ledger.last}"
+            f"site {site_id[:8]} asks for round {number}, but the run is at round {ledger.last}"
         )
     if ledger.is_exchanging or site_id in ledger.tokens:
         return ledger

@@ -197,7 +197,7 @@ class RoundRow(msgspec.Struct, frozen=True):
     weights: tuple[int, ...]
     num_attempts: int
     delta_norm: float
-    delta_cosine: float | None  # cosine of this site's Δ and the mean Δ, None if one is 0
+    delta_cosine: float | None  # cosine of own and mean Δ, None if one is 0
     num_bytes: int
     sync_s: float
     digest: str

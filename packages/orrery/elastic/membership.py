@@ -226,7 +226,7 @@ class LogMembership:
             raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
 
     def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
-        """Apply `transition` to the ledger until it changes nothing. Return the last view."""
+        """Apply `transition` to the ledger until it has no effect. Return the last view."""
         while True:
             view = self._log.read()
             if self._id and self._id not in view.live:

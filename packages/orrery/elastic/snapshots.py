@@ -457,7 +457,7 @@ def fetch_state(
             if header is None or (header.round, header.digest) != (number, digest):
                 is_gone |= header is not None and header.round > number
                 has = f"round {header.round}" if header else "no snapshot"
-                reason = f"{peer} has {has}, and the log is at round {number}"
+                reason = f"{peer} has {has}, and the run is at round {number}"
             else:
                 headers.append(header)
                 sources += [PeerSource(peer, certificates) for _ in range(LANES - 1)]

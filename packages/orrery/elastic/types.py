@@ -2,7 +2,7 @@
 
 - A site is one trainer with any number of processes. A site's rank is its index in the epoch. A
   process's rank is its index in the site.
-- An epoch is a numbered set of sites. A round is one exchange between them.
+- An epoch is a numbered period with fixed sites. A round is one exchange between them.
 - A site's weight is its tokens or steps since its last exchange.
 """
 
@@ -63,7 +63,7 @@ class OuterRound(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """The versions, codecs, memory and state of a site, or the run's requirements of them."""
+    """A site's versions, codecs, memory and state, or the run's requirements."""
 
     manifest: str
     code: str

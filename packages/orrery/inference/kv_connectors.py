@@ -156,7 +156,7 @@ def connect(ctx: RoleContext, engine: int) -> list[str]:
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return variables that make vLLM keep routes (chosen experts) as long as their KV blocks.
+    """Return environment variables for vLLM to keep routes as long as their KV blocks.
 
     `host_bytes` is per engine, `kv_cache_bytes` per device.
     """

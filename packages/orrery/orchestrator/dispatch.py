@@ -33,7 +33,7 @@ PIECE_S = 5.0
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for `size` rollouts of one problem. Each purpose counts `group_id` from 0."""
+    """A request for `size` rollouts of one problem. `group_id` counts from 0 per purpose."""
 
     purpose: Purpose
     group_id: int

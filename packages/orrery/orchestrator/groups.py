@@ -72,7 +72,7 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return the survivors with their advantages. The group has `num_zeros` other rewards of 0."""
+    """Return survivors (finished rollouts) with advantages. `num_zeros` other rewards are 0."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [

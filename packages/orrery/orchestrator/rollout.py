@@ -3,8 +3,8 @@
 - Prompt tokens and tool results are not trained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
 - `RolloutFailed`: the engine, the task or the judge failed.
-- `RolloutRunner` calls `on_ended` once per request, except for cancelled requests. Its `check`
-  raises unexpected exceptions of rollouts, to end the run.
+- `RolloutRunner` calls `on_ended` once per request, except for cancelled requests.
+  `RolloutRunner.check` raises unexpected exceptions of rollouts, to end the run.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k]
-    engine: int = UNKNOWN_ENGINE  # index of the engine, if one sampled all turns
+    engine: int = UNKNOWN_ENGINE  # index, if one engine sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1

@@ -94,7 +94,7 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """After the last rollout, return the evaluation's result.
+        """Add an outcome. After the last, return the evaluation's result.
 
         Raise RunFailed if a token has another version, or if all rollouts of a task failed.
         """

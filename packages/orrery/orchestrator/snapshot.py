@@ -3,7 +3,7 @@
 - `queue.safetensors` has the tokens of groups that wait for a batch. `state.json` has the rest.
 - The files of step n are written before batch n is sent, so every trainer checkpoint has them.
 - At a later preemption, newer state goes to `later.attempt_<k>/orchestrator/` in the checkpoint's
-  folder, which a resumed run reads.
+  folder. A resumed run reads the newest state.
 """
 
 import shutil

@@ -146,7 +146,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 
 
 def batch_deadline_s(manifest: Manifest) -> float:
-    """Return the time limit to receive a batch, in seconds.
+    """Return the time limit to receive a batch.
 
     Meanwhile, engines may sample an evaluation and a batch, in waves of concurrent rollouts.
     """
@@ -168,7 +168,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """Return a publication's stall limit in seconds.
+    """Return a publication's stall limit.
 
     It exceeds the transfer's own time limit, because the transfer's error names the absent rank.
     """

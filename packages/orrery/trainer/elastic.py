@@ -1,8 +1,8 @@
 """Train one of several DiLoCo sites that share a model (`orrery.elastic`).
 
 - Sites exchange weight updates in rounds. The steps between two rounds are a phase.
-- After a round, each rank copies its state (a snapshot) into shared memory. A site that joins or
-  lags behind fetches it.
+- After a round, each rank copies its state (a snapshot) into shared memory. Sites that join or lag
+  behind fetch snapshots.
 - With port P in `listen` of `site.json`, etcd uses P and P + 1. Rank i of R serves snapshots at
   P + 2 + i, and exchanges updates at P + 2 + R + i.
 """
@@ -63,7 +63,7 @@ FETCH_S = 60.0
 PHASE_S = 24 * 3600.0  # time limit for other sites' steps between two rounds
 ROUNDS = "rounds.json"
 T = TypeVar("T")
-# (last round, digest of its state, member ids or snapshot servers' addresses)
+# (last round, its state digest, ids of members or addresses of snapshot servers)
 STANDING: type[tuple[int, str, list[str]]] = tuple[int, str, list[str]]
 
 
@@ -302,7 +302,7 @@ class SiteTraining:
             self._site.links = self._links
 
     def _sizes(self) -> tuple[int, int]:
-        """Return this rank's number of trained parameters, and bytes of the optimizer's state."""
+        """Return this rank's number of trained parameters and optimizer bytes."""
         return self._weights.num_parameters, sum(tensor.nbytes for tensor in self._inner())
 
     def _join(self) -> None:
@@ -517,7 +517,7 @@ def check_listens(listen: str, num_elsewhere: int) -> None:
 def check_bits(found: str, digest: str, source: str) -> None:
     if found != digest:
         raise ElasticError(
-            f"recovery: the state of {source} differs from the run's log; restart the sites at "
+            f"recovery: the state of {source} differs from the run's; restart the sites at "
             "these addresses, then join again"
         )
 

@@ -66,7 +66,7 @@ class StepSums:
         choices_differ: torch.Tensor | None,
         indexer_kl: torch.Tensor | None,
     ) -> None:
-        """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
+        """Add a micro-batch's counts to the sums of the last nine `NAMES`. None adds 0.
 
         `choices_differ`: the counts i64 [2] of `kernels.key_bits.engine_keys`.
         """

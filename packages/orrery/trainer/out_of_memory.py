@@ -164,7 +164,7 @@ def describe_device_error(
         chosen = choose_options(model, trainer, load, capacity, needed, counted, host_bytes)
         return f"{head}; {advice(chosen, needed)}"
     except OrreryError as unknown:
-        return f"{head}; there is no plan of its memory: {unknown}"
+        return f"{head}; there is no memory plan: {unknown}"
 
 
 def _line(error: RuntimeError) -> str:

@@ -157,7 +157,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: engine's index (−1: unknown), age of its weights in versions."""
+    """Return i64 [T, 2], as `MicroBatch.origin` of all tokens."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)

@@ -107,7 +107,7 @@ PATCHES = (
         "LoRAModelManager.remove_all_adapters",
         "weight updates and empty data-parallel steps remove the adapter, and the next request"
         " loads the first version of the adapter from disk",
-        "an update can keep adapters, and an empty step removes only its own",
+        "an update can keep adapters, and an empty step removes no adapter of requests",
         "test_inference_adapters.py",
     ),
     Patch(
@@ -121,7 +121,7 @@ PATCHES = (
         "vllm_answers.write_answers",
         "ServingTokens.serve_tokens_full_generator",
         "vLLM makes two pydantic models of every token's log-prob when a request ends",
-        "vLLM writes these answers without a model for each token",
+        "vLLM encodes these answers without a pydantic model for each token",
         "test_inference_whole_answers.py",
     ),
     Patch(
@@ -215,7 +215,7 @@ PATCHES = (
         "vllm.pulls_that_end_with_their_engine",
         "MooncakeConnectorWorker.receive_kv_from_single_worker",
         "a read from a dead engine hangs until after the lease, and holds its blocks",
-        "a producer's death fails its reads",
+        "vLLM fails reads from a dead producer",
         "test_inference_prefill_decode.py",
         "vllm-project/vllm#35943",
     ),
@@ -229,7 +229,7 @@ PATCHES = (
     Patch(
         "vllm_routes.keep",
         "aux_output_connector.BlockObjectStore",
-        "routes are lost when a block leaves the device, and the block's return ends the engine",
+        "routes are lost when a block leaves the device, and loading it back crashes the engine",
         "vLLM's route store keeps routes as long as the tiers keep blocks",
         "test_inference_kv_offload.py",
         "vllm-project/vllm#56402",

@@ -24,7 +24,7 @@ from orrery.manifest.schema.manifest import SAMPLED_KEYS
 
 CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
 SCATTER = 1_000_003  # prime, so that nearby sums begin at distant columns
-CHANGES = "routes that came and went"  # never a request id, because it has spaces
+CHANGES = "routes that came and went"  # request ids have no spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
 

@@ -69,7 +69,7 @@ class Generation:
     request_id: str
     token_ids: np.ndarray  # i32 [n]
     logprobs: np.ndarray  # f32 [n], at the sampling temperature
-    versions: np.ndarray  # i32 [n], policy versions (START_VERSION: no update yet)
+    versions: np.ndarray  # i32 [n], policy versions
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int
     routes: tuple[Routes, ...] = ()  # routed experts of every token but the last

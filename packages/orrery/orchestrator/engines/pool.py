@@ -357,7 +357,7 @@ class EnginePool:
         the version (lease).
         """
         failures: dict[int, BaseException] = {}
-        if not indices:  # All engines are lost. The first that returns takes the version.
+        if not indices:  # lost engines load the version when they return
             return failures
         waiting, num_blameless, begin_s = list(indices), 0, None
         try:

@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The answer to Entry. `attempt`: id of the run's last start. Earlier weights are invalid."""
+    """The answer to Entry. `attempt`: id of the run's last start, which invalidates weights."""
 
     lease: int
     attempt: str
@@ -61,7 +61,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The answer to Ask. `version`: newest version to fetch. `peers`: addresses that serve them."""
+    """The answer to Ask. `version`: newest version to fetch. `peers`: addresses that serve it."""
 
     version: int
     peers: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Keep the state of sites (clusters) that lend engines, and judge their samples.
 
 - `SiteTable` plans weight transfers. The other classes judge from recomputed log-probs whether a
-  site sampled with the weights that it names.
+  site sampled with the weights that it reports.
 - A rollout's mean and largest |log-prob difference| are bounded by a multiple of the 90th
   percentile over the run's own rollouts, or by a configured minimum if larger.
 """
@@ -219,8 +219,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The run's site serves versions, and so do listening sites. The number of sites that fetch a
-        version is limited to the number that serve it.
+        The run's site and listening sites serve versions. At most as many sites fetch a version at
+        once as serve it.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:

@@ -173,7 +173,7 @@ def _facts(result: dict[str, Any]) -> Table:
     text = f"{tokens:,} tokens in {micro_batches} micro-batches a rank"
     facts.add_row("step", f"{result['step_s']:.3f} s", text)
     utilisation = "" if result["mfu"] is None else f"{100 * result['mfu']:.1f} % MFU"
-    tflops = "operations of this family are not counted"
+    tflops = "FLOPs of this model family are not counted"
     if (true := result["true_tflops_per_device"]) is not None:
         executed = result["executed_tflops_per_device"]
         tflops = f"{true:.3g} true TFLOP/s a device; executed {executed:.3g}"
@@ -193,7 +193,7 @@ def _facts(result: dict[str, Any]) -> Table:
         if copies["num_bytes"] >= GIB:
             rate = f"{copies['num_bytes'] / 1e9 / copies['seconds']:.0f} GB/s"
             hidden = 100 * copies["hidden_s"] / copies["seconds"]
-            text = f"{rate}, {hidden:.1f} % of it beside computation"
+            text = f"{rate}, {hidden:.1f} % of it during computation"
             facts.add_row(f"copies {direction}", f"{copies['num_bytes'] / GIB:.1f} GiB", text)
     return facts
 

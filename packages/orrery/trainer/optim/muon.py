@@ -155,7 +155,7 @@ class MatrixShard:
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """Return (mesh, axis, dim), or None unless exactly one mesh axis splits matrices."""
+        """Return (mesh, axis, dim) if exactly one mesh axis splits matrices, or None."""
         if len(self.axes) != 1:
             return None
         assert isinstance(self.source, DTensor)
