@@ -197,7 +197,7 @@ def test_a_stranger_gets_nothing_and_disturbs_no_fetch(tmp_path, files, serve):
 def test_a_fetch_ends_at_once_when_peers_have_only_newer_states(tmp_path, serve, files):
     snapshot(tmp_path / "a")
     peer, begin_s = serve(tmp_path / "a"), time.monotonic()
-    with pytest.raises(ElasticError, match=r"no state of round 2 .* has round 3, and the log is"):
+    with pytest.raises(ElasticError, match=r"no state of round 2 .* has round 3, and the run is"):
         fetch_state(lambda: [peer], lambda: (2, "digest 2"), tmp_path / "b", files, 60.0)
     assert time.monotonic() - begin_s < 20.0
 

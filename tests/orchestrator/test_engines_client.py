@@ -70,7 +70,7 @@ async def test_samples_of_one_request_are_delivered_as_they_end_however_the_byte
         (
             {"streamed": [lines((0, [7]))]},
             GenerationFailed,
-            "did not give samples [1, 2] of request 'r'",
+            "did not return samples [1, 2] of request 'r'",
         ),
         (
             {"streamed": [lines((0, [7]), (0, [8]))]},

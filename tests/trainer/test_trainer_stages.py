@@ -502,7 +502,7 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
     before.publish(2)
     for name, content in before.checkpoint_files().items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(RunFailed, match="batch 3: does not say which weights sampled it"):
+    with pytest.raises(RunFailed, match="batch 3: lacks digests of the engines' weights"):
         before.check(3, None)
     with pytest.raises(RunFailed, match="published no such version"):
         after.check(3, {"1": f"{1:016x}"})

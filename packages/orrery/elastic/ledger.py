@@ -255,7 +255,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Drop one site of each link that broke twice in a row."""
+    """Restart the round without one site of each link that broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }

@@ -248,7 +248,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """A folder with a size limit that evicts least recently used files, so reads may fail."""
+    """A size-limited folder. It evicts least recently used files, so reads may fail."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes

@@ -77,7 +77,7 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return {step of the last update: seconds}, or {} for adapters."""
+        """Return {part of the last update: seconds}, or {} for adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
@@ -118,9 +118,9 @@ def _connector_worker() -> Any:
 
 
 class RequireToken:
-    """ASGI middleware: refuse (401) requests without their path's credential before reading bodies.
+    """ASGI middleware: before reading a body, refuse (401) requests without the path's credential.
 
-    Paths in GENERATE need the credential `generate`, paths in OPEN none, other paths `administer`.
+    Path GENERATE needs the credential `generate`, paths in OPEN none, other paths `administer`.
     Without a token, an engine refuses all requests if a launcher started it, else accepts all.
     """
 

@@ -62,7 +62,7 @@ class Publisher:
         """Raise RunFailed unless the batch's digests (`stamped`, by version) were published."""
         if not stamped:
             raise RunFailed(
-                f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
+                f"batch {step}: lacks digests of the engines' weights; see logs/orchestrator.0.log"
             )
         for version, digest in stamped.items():
             published = self.digests.get(int(version))

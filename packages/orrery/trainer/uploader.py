@@ -3,7 +3,7 @@
     python -m orrery.trainer.uploader check|upload|restore TARGET [RUN_DIR STAGE [KEEP]]
 
 - TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie in `TARGET/<run>/<stage>`.
-- `blocks/<sha256>` is part of a file. `round_<step>.json` (header) lists a checkpoint's blocks.
+- `blocks/<sha256>` is a block of a file. `round_<step>.json` (header) lists a checkpoint's blocks.
 - The header is written last, so that a killed upload leaves no header without blocks.
 """
 

@@ -164,7 +164,8 @@ class EngineClient:
                 f"{error_sentence(status, answer)}"
             )
         if missing:
-            raise GenerationFailed(f"{self.name} did not give samples {sorted(missing)} of {what}")
+            lacking = sorted(missing)
+            raise GenerationFailed(f"{self.name} did not return samples {lacking} of {what}")
 
     @contextmanager
     def _at_rank(
@@ -452,7 +453,7 @@ async def check_canary(
             f"{engine.name}: with version {version} its log-probs of the canary are "
             f"{difference:.3g} from the trainer's on average, more than "
             f"trainer.mismatch.canary_logprob_difference = {canary.bound:g}; "
-            "it computes another model than the trainer, so the run stops"
+            "it computes a different model, so the run stops"
         )
     return difference
 

@@ -108,7 +108,7 @@ class EngineMetrics:
     external_hit_tokens_total: int = 0  # prefix tokens found outside GPU memory
 
 
-# A response of /inference/v1/generate
+# Structs of a response of /inference/v1/generate
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 

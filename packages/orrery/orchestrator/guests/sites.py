@@ -98,7 +98,7 @@ class SiteEvidence:
       be within MAX_DEVIATIONS standard deviations of 0.
     - E[x²] is the variance of log p. With V the sum of variances, d = −ln FALSE_ALARM and b =
       LARGEST², the sum of min(x², b) must be at most V + √(2dbV) + ⅔db (Bernstein's inequality).
-      This detects unlikely tokens that were added to likely tokens until the sum of x is 0.
+      This detects unlikely tokens mixed with likely tokens so that x sums to 0.
     """
 
     def __init__(self) -> None:

@@ -151,7 +151,7 @@ class TorchExchange(nn.Module):
         here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
         y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
-        # A token has one row per rank, the sum of its experts there. Its other slots read zeros.
+        # A token has one row per rank: the sum over its experts there. Other slots read zeros.
         if len(rows.row_M) > num_sent:
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)
