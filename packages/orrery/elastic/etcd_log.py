@@ -260,7 +260,7 @@ class EtcdLog:
         return LedgerView(value, int(ledger[0]["mod_revision"]), ids)
 
     def _check_run(self) -> None:
-        """Raise ElasticError if the log belongs to another run."""
+        """Raise ElasticError if etcd holds another run."""
         asked = below(RUNS) | {"keys_only": True, "limit": "1"}
         for each in self._client.call("/v3/kv/range", asked).get("kvs", []):
             own, other = (x.split("/")[1] for x in (self._prefix, decode(each["key"]).decode()))

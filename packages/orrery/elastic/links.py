@@ -121,7 +121,7 @@ class PeerLinks:
         with self._changed:
             self._phase = LinkPhase.IDLE
             is_new = {each.id for each in self._members.members} - self._probe.found.keys()
-            if self._shard == 0 and len(is_new) > 1:  # this site is always new
+            if self._shard == 0 and len(is_new) > 1:  # `is_new` always has this site
                 args, name = (self.epoch, self.round), "links-probe"
                 threading.Thread(target=self._measure, args=args, name=name, daemon=True).start()
 

@@ -50,7 +50,7 @@ def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, An
         "kv_role": "kv_both",
         "kv_load_failure_policy": tiers["kv_load_failure_policy"],
         "engine_id": transfer.pop("engine_id"),
-        "kv_connector_extra_config": {"connectors": [transfer, tiers]},  # in query order
+        "kv_connector_extra_config": {"connectors": [transfer, tiers]},  # queried in this order
     }
 
 

@@ -1,6 +1,6 @@
 """Collect groups (rollouts of one problem), compute their advantages, and cut batches.
 
-- A group without a finished rollout or with only one reward is dropped (`too_few_survivors`).
+- A group without finished rollouts or with fewer than two rewards is dropped.
 - With `drop_zero_advantage_groups`, groups with only zero advantages are spare. A batch
   uses them only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
 - A batch takes the oldest groups first, and no stale group.

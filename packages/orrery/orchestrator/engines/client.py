@@ -249,7 +249,8 @@ class EngineClient:
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer the failing worker's
+        # Prefer the reason of the failing worker.
+        reason = min(reasons, key=lambda each: ELSEWHERE in each)
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:
             kind = VersionGone if GONE in reason else UpdateInterrupted

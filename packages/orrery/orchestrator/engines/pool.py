@@ -309,7 +309,7 @@ class EnginePool:
     async def update(
         self, published: "Published", on_resumed: Callable[[], None] = lambda: None
     ) -> UpdateReport | None:
-        """Return the slowest engine's report, or None if the trainer no longer keeps this version.
+        """Return the report of the longest pause, or None if the trainer dropped this version.
 
         Call `on_resumed` when all engines have resumed, before they answer the canary.
         """
@@ -357,7 +357,7 @@ class EnginePool:
         the version (lease).
         """
         failures: dict[int, BaseException] = {}
-        if not indices:  # lost engines load the version when they return
+        if not indices:  # all are lost, and load the version on return
             return failures
         waiting, num_blameless, begin_s = list(indices), 0, None
         try:

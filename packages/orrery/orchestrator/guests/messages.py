@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The answer to Entry. `attempt`: id of the run's last start, which invalidates weights."""
+    """The answer to Entry. `attempt`: id of the run's last start. It invalidates weights."""
 
     lease: int
     attempt: str

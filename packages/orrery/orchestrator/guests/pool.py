@@ -1,7 +1,7 @@
 """Draw samples on engines of other sites (clusters), and check a random share of the answers.
 
 - Log-prob differences of the run's own samples set bounds. Without bounds, no site gets jobs.
-- Each check covers all answers that a site has sent since the last check. Then they are used.
+- Answers are used only after a check of a random share of all answers since the last check.
 - If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
 - After a false answer, the site's queued rollouts are dropped, and the site is refused until its
   line in `refused_sites.json` is removed.
