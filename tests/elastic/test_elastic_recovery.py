@@ -298,7 +298,7 @@ def test_a_copy_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypa
         "orrery.elastic.snapshots.shutil.disk_usage",
         lambda _: type("Usage", (), {"free": usage[2]}),
     )
-    with pytest.raises(ElasticError, match=r"^trainer.elastic.snapshots: 1 of .* lower trainer"):
+    with pytest.raises(ElasticError, match=r"^trainer.elastic.snapshots: 1 × .* lower trainer"):
         copy_state(tmp_path, 1, "d", state())
     assert list(tmp_path.iterdir()) == []
 

@@ -139,7 +139,7 @@ def check_header(header: StateSnapshot, place: str) -> None:
 def check_room(folder: Path, num_bytes: int, count: int) -> None:
     if count * num_bytes > (free := shutil.disk_usage(folder).free):
         raise ElasticError(
-            f"trainer.elastic.snapshots: {count} snapshots of {num_bytes / 1e9:.1f} GB need "
+            f"trainer.elastic.snapshots: {count} × {num_bytes / 1e9:.1f} GB need "
             f"{count * num_bytes / 1e9:.1f} GB of shared memory, and {folder} has "
             f"{free / 1e9:.1f} GB free; lower trainer.elastic.snapshots.keep, or {ENLARGE}"
         )
