@@ -428,9 +428,7 @@ def test_an_engine_does_not_start_without_the_package_of_its_wire(make_manifest,
     with_nixl = replaced(manifest, "transport", weights="nixl")
     monkeypatch.setitem(sys.modules, "nixl", None)  # as where it is not installed
     engine_environment(manifest, "127.0.0.1")
-    with pytest.raises(
-        OrreryError, match=r"^transport\.weights 'nixl': NIXL is not installed here\. "
-    ):
+    with pytest.raises(OrreryError, match=r"^transport\.weights 'nixl': NIXL is not installed\. "):
         engine_environment(with_nixl, "127.0.0.1")
 
 
