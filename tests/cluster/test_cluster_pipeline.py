@@ -5,6 +5,7 @@ Where it can, each test finishes its run after the failure.
 
 import json
 import re
+import shlex
 import time
 from contextlib import suppress
 
@@ -442,7 +443,12 @@ def test_what_is_typed_on_the_page_about_clusters_works(cluster: Cluster):
     assert not [line for line in lines if line.startswith("FAIL")], doctor.stdout
     assert any(line.startswith("ok   Slurm") for line in lines)
     began = time.monotonic()
-    shown = cluster.run(*SLURM, "-n", "glm5_run", timeout_s=60)
-    assert "28 nodes" in shown.stdout + shown.stderr and time.monotonic() - began < 15
+    refused = cluster.run(*SLURM, "-n", "glm5_run", check=False, timeout_s=60)
+    assert "slurm.memory_per_node_mb is" in refused.stdout + refused.stderr
+    assert refused.returncode == 1 and time.monotonic() - began < 15
+    larger = "sed 's/^memory_per_node_mb.*/memory_per_node_mb = 1900000/' site.toml >larger.toml"
+    typed = shlex.join([*SLURM, "-n", "glm5_run"])
+    shown = cluster.run("bash", "-c", f"{larger}; ORRERY_SITE=larger.toml {typed}", timeout_s=60)
+    assert "28 nodes" in shown.stdout + shown.stderr
     assert "trainer.0-95" in cluster.run("orrery", "plan", "glm5_run", "rl").stdout
     assert not cluster.queue()
