@@ -242,8 +242,8 @@ def test_two_models_of_one_shape_in_several_files_have_two_digests(make_model, t
     }
     with pytest.raises(
         OrreryError,
-        match=rf"model\.init\.sha256 {digests[0]}: the weights of .*/2 have {digests[1]}\. "
-        "Write this",
+        match=rf"model\.init\.sha256 {digests[0]}: the weights in .*/2 have digest {digests[1]}\. "
+        "Write ",
     ):
         weights.initialize(build(model), make_model(init=init))
     module = build(model)
