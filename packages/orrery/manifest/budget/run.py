@@ -316,14 +316,18 @@ class RunPlan:
             engines_s += self.update()["seconds"]
         sides = {"the trainer": self.trainer_s["step"], "the engines": engines_s}
         slower = max(sides, key=sides.__getitem__)
-        in_flight = orchestrator.admission.max_in_flight
-        staleness = in_flight / orchestrator.rollouts_per_batch / 2 + 0.5
-        if slower == "the trainer":
-            staleness += orchestrator.max_batches_ahead
+        half = orchestrator.admission.max_in_flight / orchestrator.rollouts_per_batch / 2
+        staleness = self._staleness(half, slower)
         step_s = sides[slower]
         if self.manifest.hardware.shared_devices:
             step_s, slower = sum(sides.values()), "both, on the same devices"
-        return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
+        return step_s, slower, staleness
+
+    def _staleness(self, steps: float, slower: str) -> float:
+        """Return the age of tokens, sampled `steps` steps before their batch began to fill."""
+        orchestrator = self.manifest.orchestrator
+        ahead = orchestrator.max_batches_ahead if slower == "the trainer" else 0
+        return min(steps + 0.5 + ahead, float(orchestrator.max_off_policy_steps))
 
     def spread_staleness(self) -> float:
         """Return the mean age of a trained token, in steps. A group waits for its longest rollout.
@@ -331,16 +335,14 @@ class RunPlan:
         The longest of G independent lengths is at most the i-th of N quantiles with probability
         (i / N)^G. The mean position of a token in its rollout is E[L²] / 2 E[L].
         """
-        orchestrator, (step_s, slower, _) = self.manifest.orchestrator, self.pace()
-        group = orchestrator.algorithm.group_size
+        step_s, slower, _ = self.pace()
+        group = self.manifest.orchestrator.algorithm.group_size
         lengths = [max(0.0, length - self.prompt) for length in self.lengths(LENGTHS)]
         chance = [((i + 1) / LENGTHS) ** group - (i / LENGTHS) ** group for i in range(LENGTHS)]
         longest = sum(each * length for each, length in zip(chance, lengths, strict=True))
         sampled = sum(each * each for each in lengths) / (2 * sum(lengths))
-        age = (longest - sampled) * self.engines["decode_step_s"] / step_s + 0.5
-        if slower == "the trainer":
-            age += orchestrator.max_batches_ahead
-        return min(age, float(orchestrator.max_off_policy_steps))
+        steps = (longest - sampled) * self.engines["decode_step_s"] / step_s
+        return self._staleness(steps, slower)
 
     def too_old(self) -> dict[str, float]:
         """Return the share of dropped "groups", and the `max_off_policy_steps` that drops none.
