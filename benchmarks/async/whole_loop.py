@@ -69,6 +69,7 @@ LATER_FIELDS = {
     "trainer.memory.optimizer_offload_resident": 0.0,
     "trainer.mesh.deepep_num_sms": None,
     "trainer.mesh.deepep_token_chunk_size": None,
+    "trainer.mesh.ep_chunks": 1,
 }
 
 

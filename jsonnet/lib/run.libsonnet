@@ -45,6 +45,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
       ep: 1,
       cp_style: if run.model.mla == null then 'ulysses' else 'dsa',
       ep_backend: 'torch',
+      ep_chunks: 1,
       deepep_num_sms: null,
       deepep_token_chunk_size: null,
     },

@@ -24,7 +24,7 @@ from orrery.models.layers import Experts, LocalExchange
 from orrery.models.placement import full_tensor, local_tensor
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel import activation_offload
-from orrery.trainer.parallel.expert_parallel import KINDS, make_exchange
+from orrery.trainer.parallel.expert_parallel import KINDS, agree_on_lengths, make_exchange
 from orrery.trainer.parallel.world import World, destroy_world, init_world, make_world
 from orrery.wire.columns import Columns
 from orrery.wire.packing import pack
@@ -99,14 +99,21 @@ def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, l
 
     x, scores, choice = tokens[world.rank]
     # Products in FP8 round blocks of rows together, so chunks change their rounding.
-    for kind in (*KINDS, *([] if is_fp8 else ["deepep in chunks"])):
+    in_chunks = [] if is_fp8 else [f"{backend} in chunks" for backend in KINDS]
+    for kind in (*KINDS, *in_chunks, "torch with known lengths"):
         experts = experts_of([world.rank])
         inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
-        backend, *chunks = kind.split(" in ")
-        options = (24, 4) if chunks else (None, None)
+        backend = kind.partition(" ")[0]
+        options = (24, 4, 3) if "chunks" in kind else (None, None)
+        exchange = make_exchange(backend, group, num_experts, *options)
+        if "known" in kind:
+            is_missing = torch.arange(len(choice))[:, None] % 5 == 3
+            ids = torch.where(is_missing, -1, choice)
+            exchange.known = agree_on_lengths([ids], num_experts, group, experts.row_block)
+            assert exchange.known is not None
         sent = sent_rows(x, choice // num_local, world.size) if kind == "torch" else nullcontext()
         with sent:
-            out = make_exchange(backend, group, num_experts, *options)(*inputs, choice, experts)
+            out = exchange(*inputs, choice, experts)
         (out * torch.arange(1.0, width + 1)).sum().backward()
         seen[kind] = [out, *(leaf.grad for leaf in (*inputs, *experts.parameters()))]
     x, scores, choice = (torch.cat(parts) for parts in zip(*tokens, strict=True))

@@ -5,7 +5,7 @@ mixtures of experts: E experts, K experts per token, M = T·K rows, I intermedia
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -279,6 +279,18 @@ class Experts(nn.Module):
         act_MI = self.activate(gate_up_M2I, score_M)
         y_MD = _project(act_MI, self.down_proj, self.down_lora, ends_E)
         return combine_rows(torch.where(is_real_M[:, None], y_MD, 0) if has_spare else y_MD, rows)
+
+    def forward_chunks(
+        self,
+        chunks: Sequence[tuple[Tensor, ...]],
+        before: Sequence[Callable[..., tuple[Tensor, Tensor, RowOrder]]],
+        after: Sequence[Callable[[Tensor], Tensor]],
+    ) -> list[Tensor]:
+        """Return `after(forward(*before(*chunk, row_block)))` of each chunk."""
+        return [
+            end(self.forward(*begin(*chunk, self.row_block), has_spare=True))
+            for chunk, begin, end in zip(chunks, before, after, strict=True)
+        ]
 
     def activate(self, gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
         return swiglu_rows(gate_up_M2I, score_M)

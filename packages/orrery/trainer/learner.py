@@ -23,7 +23,7 @@ from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.loss import COMPONENTS, StepSums, loss
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.optim.optimizer import stream_state
-from orrery.trainer.parallel import blocks, context_parallel
+from orrery.trainer.parallel import blocks, context_parallel, expert_parallel
 from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import (
@@ -316,7 +316,9 @@ class Learner:
 
     def _micro_batch(self, columns: Columns) -> MicroBatch:
         replayed = self.route_shape, self.sent_keys
-        return micro_batch(columns, self.step + 1, self.world.device, self.shard, *replayed)
+        batch = micro_batch(columns, self.step + 1, self.world.device, self.shard, *replayed)
+        expert_parallel.plan_exchanges(self.policy, batch.routed_experts)
+        return batch
 
     def _accumulate(
         self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]

@@ -34,6 +34,8 @@ class Mesh(Record):
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring. "dsa": ranks gather the keys of latent attention (`model.mla`). "ring" and
       "dsa" assign tokens to ranks in zig-zag order.
+    - `ep_chunks`: chunks of a rank's tokens. With ep_backend "torch", a chunk travels between ranks
+      while the experts compute another.
     - `deepep_num_sms`: streaming multiprocessors for DeepEP. Null: DeepEP's default.
     - `deepep_token_chunk_size`: maximum tokens of a rank in one exchange. Null: all tokens.
     """
@@ -44,6 +46,7 @@ class Mesh(Record):
     ep: Count
     cp_style: Literal["ulysses", "ring", "dsa"]
     ep_backend: Literal["torch", "deepep"]
+    ep_chunks: Count
     deepep_num_sms: PositiveInt | None
     deepep_token_chunk_size: PositiveInt | None
 

@@ -187,6 +187,12 @@ def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
                 f"trainer.mesh.{name} {value} with ep_backend {mesh.ep_backend!r}: only DeepEP has "
                 f"this option; set trainer.mesh.{name} to null, or ep_backend to 'deepep'"
             )
+    if mesh.ep_chunks > 1 and (mesh.ep == 1 or mesh.ep_backend != "torch"):
+        yield (
+            f"trainer.mesh.ep_chunks {mesh.ep_chunks} with ep {mesh.ep} and ep_backend "
+            f"{mesh.ep_backend!r}: only the torch backend exchanges tokens in chunks beside "
+            "products; set trainer.mesh.ep_chunks to 1"
+        )
     if mesh.deepep_num_sms is not None and mesh.deepep_num_sms % 2:
         yield (
             f"trainer.mesh.deepep_num_sms {mesh.deepep_num_sms}: DeepEP takes an even number; "

@@ -7,11 +7,12 @@ tokens.
     E: experts, D: hidden size, N: all ranks' tokens that use this rank's experts
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,10 @@ from orrery.manifest.schema import Trainer
 from orrery.models import expert_modules
 from orrery.models.layers import Experts, MixtureOfExperts
 from orrery.trainer.parallel import blocks
-from orrery.trainer.parallel.world import World, all_to_all, exchange
+from orrery.trainer.parallel.world import Transfer, World, end_transfer, start_transfer
 from orrery.trainer.policy import Policy
 
+KINDS = ("torch", "deepep")
 NVLINK_RANKS = 8  # DeepEP's maximum number of ranks in a group without RDMA
 
 
@@ -43,19 +45,18 @@ def make_exchange(
     num_experts: int,
     num_sms: int | None = None,
     chunk_tokens: int | None = None,
+    num_chunks: int = 1,
 ) -> nn.Module:
     """Return the token exchange. Rank i of `group` holds the i-th part of the experts.
 
     Raise OrreryError if `backend` is unknown or not installed.
     """
-    if backend not in KINDS:
-        choices = ", ".join(KINDS)
-        raise OrreryError(
-            f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {choices}"
-        )
+    if backend == "torch":
+        return TorchExchange(group, num_experts, num_chunks)
     if backend == "deepep":
         return DeepEpExchange(group, num_experts, num_sms, chunk_tokens)
-    return KINDS[backend](group, num_experts)
+    choices = ", ".join(KINDS)
+    raise OrreryError(f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {choices}")
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
@@ -73,7 +74,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     for module in policy.network.modules():
         if isinstance(module, MixtureOfExperts):
             spec, group = trainer.mesh, mesh.get_group("ep")
-            options = spec.deepep_num_sms, spec.deepep_token_chunk_size
+            options = spec.deepep_num_sms, spec.deepep_token_chunk_size, spec.ep_chunks
             module.exchange = make_exchange(spec.ep_backend, group, moe.num_experts, *options)
 
 
@@ -111,62 +112,217 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
+class Lengths(NamedTuple):
+    """Numbers of rows in one exchange. They may include rows without a token."""
+
+    sent: list[int]  # by rank
+    arriving: list[int]  # by rank
+    num_rows: int  # of all local experts, with padding
+    sent_R: Tensor  # i64 [R]: `sent` on the device
+
+
 class TorchExchange(nn.Module):
-    """Send each token once to each rank that holds any of its experts. Sum the results."""
+    """Send each token once to each rank that holds any of its experts. Sum the results.
+
+    Tokens travel in `num_chunks` chunks, one while the experts compute another.
+    """
 
     eager = ("forward",)  # `blocks.py` does not compile it
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, num_chunks: int = 1) -> None:
         super().__init__()
-        self.group, self.num_experts = group, num_experts
+        self.group, self.num_experts, self.num_chunks = group, num_experts, num_chunks
+        self.known: list[Lengths] | None = None  # of each chunk, see `plan_exchanges`
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
-        num_ranks = self.group.size()
-        num_local = self.num_experts // num_ranks
-        rank_TK = expert_TK // num_local
-        is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
-        is_first_TK = ~is_same_TKK.tril(-1).any(2)
-        rows = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
-        if (known := blocks.recall()) is None:
-            known = blocks.keep(self._lengths(rows.counts_E, expert_TK))
-        sent, arriving, slots_of_expert = known
-        num_sent = sum(sent)
-        rows = rows._replace(
-            row_M=rows.row_M[: num_sent + 1], place_TK=rows.place_TK.clamp(max=num_sent)
+        if (lengths := blocks.recall()) is None:
+            lengths = self.known
+            if lengths is None:
+                ids = self.split(expert_TK)
+                lengths = agree_on_lengths(ids, self.num_experts, self.group, experts.row_block)
+            lengths = blocks.keep(lengths)
+        inputs = zip(*map(self.split, (x_TD, score_TK, expert_TK)), strict=True)
+        chunks = [
+            _Chunk(self, each, *tensors) for each, tensors in zip(lengths, inputs, strict=True)
+        ]
+        started = [chunk.start_dispatch() for chunk in chunks]
+        pending = experts.forward_chunks(
+            started,
+            [chunk.end_dispatch for chunk in chunks],
+            [chunk.start_return for chunk in chunks],
         )
-        token_M = rows.row_M[:num_sent] // expert_TK.shape[1]
-        to_M = rank_TK.flatten()[rows.row_M[:num_sent]]
-        is_there_MK = rank_TK[token_M] == to_M[:, None]
-        expert_MK = torch.where(is_there_MK, expert_TK[token_M] - num_local * to_M[:, None], -1)
-        score_MK = torch.where(is_there_MK, gather_rows(score_TK, rows)[:num_sent], 0)
+        outs = [chunk.end_return(y_MD) for chunk, y_MD in zip(chunks, pending, strict=True)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-        to_experts = partial(all_to_all, group=self.group, sent=sent, arriving=arriving)
-        to_tokens = partial(all_to_all, group=self.group, sent=arriving, arriving=sent)
-        (expert_NK,) = to_experts([expert_MK])
-        x_ND, score_NK = exchange(
-            to_experts, to_tokens, gather_rows(x_TD, rows)[:num_sent], score_MK
+    def split(self, tensor: Tensor) -> Sequence[Tensor]:
+        if self.num_chunks == 1:
+            return [tensor]
+        ends = [len(tensor) * index // self.num_chunks for index in range(self.num_chunks + 1)]
+        return tensor.split([end - start for start, end in itertools.pairwise(ends)])
+
+
+class _Chunk:
+    """The exchange of a chunk of tokens. Its methods run once, in the order of their names."""
+
+    def __init__(
+        self,
+        exchange: TorchExchange,
+        lengths: Lengths,
+        x_TD: Tensor,
+        score_TK: Tensor,
+        expert_TK: Tensor,
+    ) -> None:
+        self._lengths, self._num_local = lengths, exchange.num_experts // exchange.group.size()
+        self._x_TD, self._score_TK, self._expert_TK = x_TD, score_TK, expert_TK
+        counts = lengths.sent, lengths.arriving
+        self._ids, self._there = (Transfer(exchange.group, *counts) for _ in range(2))
+        self._back = Transfer(exchange.group, *reversed(counts))
+
+    def start_dispatch(self) -> tuple[Tensor, ...]:
+        """Return tensors that will hold the rows [N, D] and scores [N, K] of arriving tokens."""
+        rank_TK, expert_TK = self._expert_TK // self._num_local, self._expert_TK
+        self._rows, is_token_M = _rows_by_rank(rank_TK, self._lengths)
+        num_rows = sum(self._lengths.sent)
+        slot_M = self._rows.row_M[:num_rows]
+        token_M = slot_M // expert_TK.shape[1]
+        to_M = rank_TK.flatten()[slot_M]
+        is_there_MK = (rank_TK[token_M] == to_M[:, None]) & is_token_M[:, None]
+        local_MK = expert_TK[token_M] - self._num_local * to_M[:, None]
+        self._ids.start([torch.where(is_there_MK, local_MK, -1)])
+        x_MD, score_MK = (
+            gather_rows(each, self._rows)[:num_rows] for each in (self._x_TD, self._score_TK)
         )
-        here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
-        y_ND = experts(x_ND, score_NK, here, has_spare=True)
-        (y_MD,) = exchange(to_tokens, to_experts, y_ND)
+        return start_transfer(self._there, x_MD, torch.where(is_there_MK, score_MK, 0))
+
+    def end_dispatch(
+        self, x_ND: Tensor, score_NK: Tensor, block: int
+    ) -> tuple[Tensor, Tensor, RowOrder]:
+        (expert_NK,) = self._ids.wait()
+        x_ND, score_NK = end_transfer(self._there, x_ND, score_NK)
+        return x_ND, score_NK, _rows(expert_NK, self._num_local, self._lengths.num_rows, block)
+
+    def start_return(self, y_ND: Tensor) -> Tensor:
+        return start_transfer(self._back, y_ND)[0]
+
+    def end_return(self, y_MD: Tensor) -> Tensor:
         # A token has one row per rank: the sum over its experts there. Other slots read zeros.
-        if len(rows.row_M) > num_sent:
+        (y_MD,) = end_transfer(self._back, y_MD)
+        if len(self._rows.row_M):
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
-        return combine_rows(y_MD, rows)
+        return combine_rows(y_MD, self._rows)
 
-    def _lengths(self, sent_R: Tensor, expert_TK: Tensor) -> list[list[int]]:
-        slots_RE = torch.zeros(self.num_experts, dtype=torch.long, device=expert_TK.device)
-        slots = expert_TK.flatten()
-        slots_RE = slots_RE.scatter_add_(0, slots, torch.ones_like(slots))
-        counts = torch.cat((sent_R.long()[:, None], slots_RE.view(len(sent_R), -1)), 1)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self.group)
-        numbers = torch.cat((sent_R.long(), arriving[:, 0], arriving[:, 1:].sum(0)))
-        all_ = HostLengths(numbers).wait()
-        size = len(sent_R)
-        return [all_[:size], all_[size : 2 * size], all_[2 * size :]]
+
+def _rows_by_rank(rank_TK: Tensor, lengths: Lengths) -> tuple[RowOrder, Tensor]:
+    """Order tokens by destination, one row per rank. Return the order, and which rows have tokens.
+
+    Rank r's rows begin after the `lengths.sent` of earlier ranks. The last row is for all slots
+    that send nothing.
+    """
+    is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
+    is_first_TK = ~is_same_TKK.tril(-1).any(2)
+    num_ranks, num_rows = len(lengths.sent), sum(lengths.sent)
+    order = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
+    start_R = lengths.sent_R.cumsum(0) - lengths.sent_R
+    shift_R = start_R - (order.ends_E - order.counts_E)
+    place_TK = torch.where(is_first_TK, order.place_TK + shift_R[rank_TK], num_rows)
+    slots = torch.arange(rank_TK.numel(), device=rank_TK.device)
+    if not len(slots):
+        return order, is_first_TK.flatten()
+    row_M = slots.new_full((num_rows + 1,), -1).scatter_(0, place_TK.flatten(), slots)
+    is_token_M = row_M[:num_rows] >= 0
+    row_M = row_M.clamp(min=0)
+    row_M[num_rows:] = 0  # several slots write this row, in any order
+    return order._replace(row_M=row_M, place_TK=place_TK), is_token_M
+
+
+UNKNOWN = 1 << 40  # number of missing routes that says: exchange the lengths in each layer
+MAX_MISSING = 0.25  # share of tokens without a route, because each travels to all ranks
+
+
+def plan_exchanges(policy: Policy, routes_TLK: Tensor | None) -> None:
+    """Exchange all layers' lengths at once, so that the host does not wait for them in each layer.
+
+    Tokens without a route count for each rank and expert. Without routes, or with too few, each
+    layer exchanges its own lengths. A collective of ranks along `ep`.
+    """
+    layers = [
+        module
+        for module in policy.network.modules()
+        if isinstance(module, MixtureOfExperts) and isinstance(module.exchange, TorchExchange)
+    ]
+    if not layers:
+        return
+    first = layers[0].exchange
+    assert isinstance(first, TorchExchange)
+    if routes_TLK is None:
+        missing = torch.full((1, 1), -1, device=layers[0].gate.weight.device)
+        ids: list[Tensor] = [missing] * (len(layers) * first.num_chunks)
+    else:
+        ids = [chunk for layer in routes_TLK.unbind(1) for chunk in first.split(layer)]
+    assert len(ids) == len(layers) * first.num_chunks, "routes of another number of layers"
+    block = layers[0].experts.row_block
+    found = agree_on_lengths(ids, first.num_experts, first.group, block)
+    each = iter(found or ())
+    for layer in layers:
+        known = list(itertools.islice(each, first.num_chunks))
+        layer.exchange.known = known or None  # type: ignore[assignment]
+
+
+def agree_on_lengths(
+    ids: Sequence[Tensor], num_experts: int, group: dist.ProcessGroup, block: int
+) -> list[Lengths] | None:
+    """Return the lengths of the exchange of each of `ids` [T, K]. The host waits once.
+
+    Ids outside 0 to `num_experts` − 1 are missing. Return None if a rank misses too many. A
+    collective.
+    """
+    size = group.size()
+    sent = torch.stack([_count(each, num_experts, size) for each in ids], 1)
+    arriving = torch.empty_like(sent)
+    dist.all_to_all_single(arriving, sent, group=group)
+    columns = sent[:, :, 0].T, arriving[:, :, 0].T, arriving[:, :, 1:].sum(0)
+    numbers = HostLengths(torch.cat(columns, 1)).wait()
+    if any(row[2 * size] >= UNKNOWN for row in numbers):
+        return None
+    return [
+        Lengths(
+            row[:size],
+            row[size : 2 * size],
+            _padded(row[2 * size + 1 :], block, row[2 * size], each.shape[1]),
+            sent[:, index, 0],
+        )
+        for index, (row, each) in enumerate(zip(numbers, ids, strict=True))
+    ]
+
+
+def _count(expert_TK: Tensor, num_experts: int, size: int) -> Tensor:
+    """Return i64 [R, 2 + E / R]: a rank's rows, all missing tokens, slots of the rank's experts."""
+    expert_TK = expert_TK.long()
+    is_id_TK = (expert_TK >= 0) & (expert_TK < num_experts)
+    expert_TK = torch.where(is_id_TK, expert_TK, num_experts)
+    slots_E = expert_TK.new_zeros(num_experts + 1)
+    slots_E.scatter_add_(0, expert_TK.flatten(), torch.ones_like(expert_TK.flatten()))
+    is_sent_TR = is_id_TK.new_zeros(len(expert_TK), size + 1)
+    is_sent_TR.scatter_(1, expert_TK // (num_experts // size), True)
+    missing = (~is_id_TK).any(1).sum()
+    rows_R = is_sent_TR[:, :size].sum(0) + missing
+    is_too_many = missing > MAX_MISSING * len(expert_TK)
+    missing = torch.where(is_too_many, UNKNOWN, missing).expand(size)
+    return torch.cat((torch.stack((rows_R, missing), 1), slots_E[:-1].view(size, -1)), 1)
+
+
+def _padded(counts: Sequence[int], block: int, missing: int = 0, top_k: int = 0) -> int:
+    """Return the most rows of experts with `counts` slots, each padded to a multiple of `block`.
+
+    `missing` tokens may each add a slot to `top_k` experts.
+    """
+    most = sum((count + missing + block - 1) // block * block for count in counts)
+    if not missing:
+        return most
+    slots = sum(counts) + missing * top_k + len(counts) * (block - 1)
+    return min(most, (slots + block - 1) // block * block)
 
 
 class HostLengths:
@@ -180,7 +336,8 @@ class HostLengths:
         else:
             self._numbers = numbers
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Any:
+        """Return the numbers as a list."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()
@@ -210,39 +367,56 @@ class DeepEpExchange(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
-        if (size := self.chunk_tokens) is None:
-            return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # Exchanges are collectives, so all ranks run equally many chunks.
+        count = self._count_chunks(x_TD)
+        inputs = [self._split(tensor, count) for tensor in (x_TD, score_TK.float(), expert_TK)]
+        buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size(), self.num_sms)
+        sent = [
+            _DeepEpDispatch.apply(*(each.contiguous() for each in chunk), buffer, self.num_experts)
+            for chunk in zip(*inputs, strict=True)
+        ]
+        outs = experts.forward_chunks(
+            [(x_ND, score_NK) for x_ND, score_NK, *_ in sent],
+            [partial(self._order, expert_NK, counts) for _, _, expert_NK, counts, _ in sent],
+            [partial(_combine, buffer, handle) for *_, handle in sent],
+        )
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _count_chunks(self, x_TD: Tensor) -> int:
+        """Return the chunks of the rank with most tokens, because chunks are collectives."""
+        if self.chunk_tokens is None:
+            return 1
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-            count = blocks.keep(-(-int(most) // size))
-        chunks = (slice(start, start + size) for start in range(0, count * size, size))
-        each = [self._exchange(x_TD[at], score_TK[at], expert_TK[at], experts) for at in chunks]
-        return torch.cat(each)
+            count = blocks.keep(max(1, -(-int(most) // self.chunk_tokens)))
+        return count
 
-    def _exchange(
-        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
-    ) -> Tensor:
-        buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size(), self.num_sms)
-        x_ND, score_NK, expert_NK, rows_of_expert, handle = _DeepEpDispatch.apply(
-            x_TD, score_TK.float().contiguous(), expert_TK.contiguous(), buffer, self.num_experts
-        )
+    def _split(self, tensor: Tensor, count: int) -> Sequence[Tensor]:
+        if self.chunk_tokens is None:
+            return [tensor]
+        ends = [min(index * self.chunk_tokens, len(tensor)) for index in range(count + 1)]
+        return tensor.split([end - start for start, end in itertools.pairwise(ends)])
+
+    def _order(
+        self,
+        expert_NK: Tensor,
+        rows_of_expert: list[int],
+        x_ND: Tensor,
+        score_NK: Tensor,
+        block: int,
+    ) -> tuple[Tensor, Tensor, RowOrder]:
         num_local = self.num_experts // self.group.size()
-        rows = _rows(expert_NK, num_local, rows_of_expert, experts.row_block)
-        y_ND = experts(x_ND, score_NK, rows, has_spare=True)
-        return _DeepEpCombine.apply(y_ND, buffer, handle)
+        return x_ND, score_NK, _rows(expert_NK, num_local, _padded(rows_of_expert, block), block)
 
 
-def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
+def _rows(expert_NK: Tensor, num_local: int, num_rows: int, block: int) -> RowOrder:
     """Sort received tokens by local expert. Pad each expert's rows to a multiple of `block`.
 
-    `expert_NK` is −1 for experts of other ranks.
+    `expert_NK` is −1 for experts of other ranks. `num_rows`: at least the experts' rows.
     """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
-    last = sum((count + block - 1) // block * block for count in rows_of_expert)
-    place_TK = rows.place_TK.clamp(max=last)
-    return rows._replace(row_M=rows.row_M[: last + block], place_TK=place_TK)
+    place_TK = rows.place_TK.clamp(max=num_rows)
+    return rows._replace(row_M=rows.row_M[: num_rows + block], place_TK=place_TK)
 
 
 @cache
@@ -293,6 +467,10 @@ class _DeepEpDispatch(torch.autograd.Function):
         return grad_x_TD, grad_score_TK, None, None, None
 
 
+def _combine(buffer: Any, handle: Any, y_ND: Tensor) -> Tensor:
+    return _DeepEpCombine.apply(y_ND, buffer, handle)
+
+
 class _DeepEpCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, buffer: Any, handle: Any) -> Tensor:
@@ -305,9 +483,3 @@ class _DeepEpCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         grad_ND, *_ = ctx.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)
         return grad_ND, None, None
-
-
-KINDS: dict[str, Callable[[dist.ProcessGroup, int], nn.Module]] = {
-    "torch": TorchExchange,
-    "deepep": DeepEpExchange,
-}

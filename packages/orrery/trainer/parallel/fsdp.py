@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from orrery.manifest.schema import Fsdp, Trainer
@@ -41,6 +42,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if world.expert_mesh is not None:
         for experts in expert_modules(policy.network):
             shard(experts, mesh=world.expert_fsdp_mesh, reshard_after_forward=reshard)
+            register_fsdp_forward_method(experts, "forward_chunks")
     units = fsdp_units(policy.network)
     for unit in units:
         is_last = unit is units[-1]  # stays gathered, because the backward pass needs it first

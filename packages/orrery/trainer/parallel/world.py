@@ -197,27 +197,92 @@ def destroy_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-def all_to_all(
-    tensors: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    sent: list[int] | None = None,
-    arriving: list[int] | None = None,
-) -> tuple[Tensor, ...]:
-    """Send `sent[r]` rows of each tensor to rank r of `group`.
+class Transfer:
+    """An all-to-all of tensors' rows that runs beside computation.
 
-    Return `arriving[r]` rows from each rank r, in rank order. By default, all counts are equal.
+    Rank r of `group` gets `sent[r]` rows of each tensor, and sends `arriving[r]` rows here. By
+    default, all counts are equal. Results are in rank order.
     """
-    num_rows = None if arriving is None else sum(arriving)
-    results = [
-        x.new_empty(x.shape[0] if num_rows is None else num_rows, *x.shape[1:]) for x in tensors
-    ]
-    works = [
-        dist.all_to_all_single(into, x.contiguous(), arriving, sent, group=group, async_op=True)
-        for into, x in zip(results, tensors, strict=True)
-    ]
-    for work in works:
-        work.wait()
-    return tuple(results)
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sent: list[int] | None = None,
+        arriving: list[int] | None = None,
+    ) -> None:
+        self._group, self._sent, self._arriving = group, sent, arriving
+        self._results: list[Tensor] = []
+        self._works: list[dist.Work] = []
+
+    def start(self, tensors: Sequence[Tensor], is_return: bool = False) -> tuple[Tensor, ...]:
+        """Return tensors that hold the results after `wait`. `is_return` swaps the counts."""
+        sent, arriving = self._sent, self._arriving
+        if is_return:
+            sent, arriving = arriving, sent
+        num_rows = None if arriving is None else sum(arriving)
+        self._results = [
+            x.new_empty(x.shape[0] if num_rows is None else num_rows, *x.shape[1:])
+            for x in tensors
+        ]
+        self._works = [
+            dist.all_to_all_single(
+                into, x.contiguous(), arriving, sent, group=self._group, async_op=True
+            )
+            for into, x in zip(self._results, tensors, strict=True)
+        ]
+        return tuple(self._results)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self._works:
+            work.wait()
+        results, self._results, self._works = self._results, [], []
+        return tuple(results)
+
+
+def all_to_all(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Send equally many rows of each tensor to each rank of `group`. Return the received rows."""
+    transfer = Transfer(group)
+    transfer.start(tensors)
+    return transfer.wait()
+
+
+def start_transfer(transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Start an all-to-all. `end_transfer` returns its differentiable results.
+
+    The backward pass sends the gradients back. They travel from `end_transfer`'s backward step to
+    the one of `start_transfer`.
+    """
+    return _Start.apply(transfer, *tensors)
+
+
+def end_transfer(transfer: Transfer, *pending: Tensor) -> tuple[Tensor, ...]:
+    return _End.apply(transfer, *pending)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        return transfer.start(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.transfer.wait()
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, *pending: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        transfer.wait()
+        return tuple(x.view_as(x) for x in pending)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.transfer.start(gradients, is_return=True)
+        return None, *gradients  # `_Start.backward` returns the received ones
 
 
 Exchange = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
