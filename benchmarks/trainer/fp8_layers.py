@@ -65,7 +65,7 @@ from orrery.kernels.fp8.quantize import (
 from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.identity import load
 from orrery.manifest.schema import trainer_misfits
-from orrery.trainer.bench import Options, make_request
+from orrery.trainer.bench import BenchRequest, Options, make_request
 from orrery.trainer.bench.__main__ import run_ranks
 from record import ROOT, parser_of, record
 
@@ -77,7 +77,9 @@ EXPERTS = ((16_384, 8, 128, 2048, 768), (16_384, 8, 32, 6144, 2048))
 GROUPED = ((32, 1024, 6144, 4096), (128, 1024, 2048, 1536), (128, 1024, 768, 2048))  # E, rows, K, N
 TOLERANCE = 2e-2  # tensor cores keep 14 bits of FP8 products; results round to 8 bits
 SHARE = 0.9  # goal: speed with quantization over that of the FP8 product alone
-SHAPES = {  # run, layers, parts in FP8, goals (speedup over bfloat16, tokens/s), routing
+# Run, layers, parts in FP8, goals (speedup over bfloat16, tokens/s), routing. Weights stay gathered,
+# because one GPU frees little memory by gathering them again.
+SHAPES = {
     "dense": ("qwen3_8b_8k", 12, ["attention", "feed_forward"], (1.3, 36_000), "natural"),
     "mixture": ("qwen3_30b_a3b_16k", 5, ["attention", "experts"], (1.24, 76_000), "balanced"),
 }
@@ -462,6 +464,12 @@ def measure_experts(t: int, k: int, e: int, d: int, i: int) -> list[dict[str, An
 # Training -----------------------------------------------------------------------------------------
 
 
+def request_of(manifest: str, options: Options) -> BenchRequest:
+    request = make_request(load(ROOT / f"manifests/{manifest}.json"), options)
+    fsdp = request.trainer.fsdp.model_copy(update={"reshard_after_forward": False})
+    return replace(request, trainer=request.trainer.model_copy(update={"fsdp": fsdp}))
+
+
 def measure_training(name: str) -> list[dict[str, Any]]:
     manifest, layers, fp8, (goal, goal_tokens_s), routing = SHAPES[name]
     options = Options(
@@ -472,7 +480,7 @@ def measure_training(name: str) -> list[dict[str, Any]]:
         warmup=3,
         routing=routing,  # type: ignore[arg-type]
     )
-    request = make_request(load(ROOT / f"manifests/{manifest}.json"), options)
+    request = request_of(manifest, options)
     rows: list[dict[str, Any]] = []
     for parts in (None, fp8):
         model = request.model.model_copy(update={"fp8": parts})
@@ -516,7 +524,7 @@ def main() -> None:
     if arguments.check:
         for manifest, layers, *_ in SHAPES.values():
             options = Options(devices=1, layers=layers, loss="sft")
-            print(make_request(load(ROOT / f"manifests/{manifest}.json"), options).name)
+            print(request_of(manifest, options).name)
         return
     if not torch.cuda.is_available():
         sys.exit("fp8_layers: there is no GPU here; run it on a host with one, or with --check")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fp8_layers import SHAPES
+from fp8_layers import SHAPES, request_of
 from glm5_rank import FP8
 
 from orrery.manifest.budget.parameters import count_parameters
@@ -60,7 +60,7 @@ def measured_layers() -> Iterator[tuple[str, dict[str, Any]]]:
     rows = {row["variant"]: row for row in found["rows"]}
     for part, (manifest, layers, fp8, _, routing) in SHAPES.items():
         options = Options(devices=1, layers=layers, loss="sft", routing=routing)
-        tokens = make_request(load(ROOT / f"manifests/{manifest}.json"), options).load.tokens
+        tokens = request_of(manifest, options).load.tokens
         for parts in (None, fp8):
             name = f"{part}: {manifest}, {layers} layers, {'FP8' if parts else 'bfloat16'}"
             yield (
@@ -78,7 +78,10 @@ def measured_layers() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
     options = Options(**bench["options"])
-    asked = make_request(load(ROOT / "manifests" / f"{bench['name']}.json"), options)
+    if "fp8" in bench:
+        asked = request_of(bench["name"], options)
+    else:
+        asked = make_request(load(ROOT / "manifests" / f"{bench['name']}.json"), options)
     model, trainer, work = asked.model, asked.trainer, asked.load
     if bench.get("fp8"):
         model = model.model_copy(update={"fp8": bench["fp8"]})
