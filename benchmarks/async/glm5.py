@@ -42,10 +42,15 @@ KINDS = {"replay": f"{RUN}_seed_1", "own choice": f"{RUN}_compare", "dense": f"{
 GOAL, MOST_BEFORE, KL_GOAL = 0.9, 0.4, 1.2
 
 
-def run_stages(folder: Path, until_s: float, names: Sequence[str]) -> None:
+def run_stages(
+    folder: Path,
+    until_s: float,
+    names: Sequence[str],
+    stages: Sequence[str] = ("init", "sft", "rl"),
+) -> None:
     """Run the stages of runs, one after the other, and print how each ended."""
     for name in names:
-        for stage in ("init", "sft", "rl"):
+        for stage in stages:
             begin_s = time.monotonic()
             argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
             log = folder / f"{name}.{stage}.log"

@@ -6,6 +6,10 @@ hidden 2,048, intermediate 768, bfloat16, 16,384 and 65,536 tokens. Routing is b
 without host syncs. Backends: aten, compiled (at 16,384 tokens), Triton. A step's bound is the
 greater of its FLOPs at 650 TFLOP/s and its bytes, each tensor once, at 4.2 TB/s.
 
+- `local parts`: what a rank does for an exchange of tokens beside sending: plan, gather, combine.
+- `exchange`: `LAYERS` layers with the trainer's exchange in a group of one rank, per layer. Its
+  lengths are known in advance, or the host waits for them in each layer.
+
     python benchmarks/kernels/experts.py
 """
 
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,10 +39,13 @@ from orrery.kernels.expert_rows import (
     swiglu_rows,
 )
 from orrery.kernels.grouped_matmul import grouped_matmul, reference_grouped_matmul
+from orrery.models.layers import Experts
+from orrery.trainer.parallel.expert_parallel import TorchExchange, agree_on_lengths
 
 TOKENS = (16_384, 65_536)  # the reference and compiled code use the first
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 128, 8, 2_048, 768
-GOAL = 0.8  # share of the bound, the whole layer forward and backward, 16,384 tokens, balanced
+GOAL = 0.8  # share of the bound: the layer at 16,384 balanced tokens, local parts at 65,536
+LAYERS = 8
 TOLERANCE = 1e-2  # four intermediates a pass round to bfloat16: at most 2⁻⁹ each
 
 
@@ -160,7 +168,10 @@ def bounds(tokens: int, sizes: tuple[int, ...]) -> dict[str, tuple[float, float]
         "down": product(intermediate, hidden),
         "combine": (move, move),
     }
+    local = [found[step] for step in ("plan", "gather", "combine")]
     found["layer"] = (sum(f for f, _ in found.values()), sum(b for _, b in found.values()))
+    found["local parts"] = (sum(f for f, _ in local), sum(b for _, b in local))
+    found["exchange"] = found["layer"]
     return {step: (forward * 1e3, backward * 1e3) for step, (forward, backward) in found.items()}
 
 
@@ -201,6 +212,39 @@ def _compiled(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return _COMPILED[op]
 
 
+def local_parts(
+    found: dict[tuple[str, str], tuple[float, float]], backend: str
+) -> tuple[float, float]:
+    parts = found["plan", "aten"], found["gather", backend], found["combine", backend]
+    return sum(forward for forward, _ in parts), sum(backward for _, backward in parts)
+
+
+def exchanged(
+    inputs: list[Tensor], expert: Tensor, group: dist.ProcessGroup
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Map (step, kind of lengths) to milliseconds of a layer, forward and backward."""
+    x, score, gate_up, down = inputs
+    experts = Experts(gate_up.shape[0], x.shape[1], down.shape[2]).to(x)
+    experts.gate_up_proj.data, experts.down_proj.data = gate_up, down
+    exchange = TorchExchange(group, gate_up.shape[0])
+    lengths = agree_on_lengths([expert], gate_up.shape[0], group, experts.row_block)
+    leaves = [x.detach().requires_grad_(), score.detach().requires_grad_(), *experts.parameters()]
+
+    def layers() -> Tensor:
+        out = leaves[0]
+        for _ in range(LAYERS):
+            out = out + exchange(out, leaves[1], expert, experts)
+        return out
+
+    found = {}
+    for kind, known in (("lengths by layer", None), ("known lengths", lengths)):
+        exchange.known = known
+        forward_ms = milliseconds(layers)
+        both_ms = milliseconds(lambda: torch.autograd.grad(layers(), leaves, x))
+        found["exchange", kind] = forward_ms / LAYERS, (both_ms - forward_ms) / LAYERS
+    return found
+
+
 def main() -> None:
     smoke, device = smoke_and_device("experts", __doc__)
     sizes = (8, 2, 16, 8) if smoke else (EXPERTS, SLOTS, HIDDEN, INTERMEDIATE)
@@ -216,6 +260,8 @@ def main() -> None:
     )
     details["triton"] = version("triton") if triton else None
     details["errors_against_float32"] = check_numbers(backends, sizes, all_tokens[0], device)
+    store = dist.HashStore()
+    dist.init_process_group("nccl" if triton else "gloo", store=store, rank=0, world_size=1)
     rows: list[dict[str, Any]] = []
     for tokens in all_tokens:
         inputs, best = tensors(tokens, *sizes, device), bounds(tokens, sizes)
@@ -227,6 +273,9 @@ def main() -> None:
             for name, op in backends.items():
                 if "compiled" not in name or tokens == all_tokens[0]:
                     found["layer", name] = timed(op, inputs, expert)
+            fastest = "triton" if triton else "aten"
+            found["local parts", fastest] = local_parts(found, fastest)
+            found |= exchanged(inputs, expert, dist.group.WORLD)
             for (step, backend), (forward_ms, backward_ms) in found.items():
                 rows.append(
                     {
@@ -249,6 +298,9 @@ def main() -> None:
         layers = [row for row in layers if row["variant"].endswith("16384 tokens, balanced")]
         chosen = max(layers, key=lambda row: row["value"])
         chosen["goal"] = GOAL
+        for row in rows:
+            if row["variant"] == "local parts, triton, 65536 tokens, balanced":
+                row["goal"] = GOAL
         record_share(
             Path(__file__).with_suffix(".json"),
             figure="Experts of a mixture forward and backward, share of the bound: "

@@ -77,9 +77,7 @@ EXPERTS = ((16_384, 8, 128, 2048, 768), (16_384, 8, 32, 6144, 2048))
 GROUPED = ((32, 1024, 6144, 4096), (128, 1024, 2048, 1536), (128, 1024, 768, 2048))  # E, rows, K, N
 TOLERANCE = 2e-2  # tensor cores keep 14 bits of FP8 products; results round to 8 bits
 SHARE = 0.9  # goal: speed with quantization over that of the FP8 product alone
-# Run, layers, parts in FP8, goals (speedup over bfloat16, tokens/s), routing. Weights stay gathered,
-# because one GPU frees little memory by gathering them again.
-SHAPES = {
+SHAPES = {  # run, layers, parts in FP8, goals (speedup over bfloat16, tokens/s), routing
     "dense": ("qwen3_8b_8k", 12, ["attention", "feed_forward"], (1.3, 36_000), "natural"),
     "mixture": ("qwen3_30b_a3b_16k", 5, ["attention", "experts"], (1.24, 76_000), "balanced"),
 }
@@ -465,6 +463,7 @@ def measure_experts(t: int, k: int, e: int, d: int, i: int) -> list[dict[str, An
 
 
 def request_of(manifest: str, options: Options) -> BenchRequest:
+    """Return a run whose weights stay gathered, because one GPU has no others to gather from."""
     request = make_request(load(ROOT / f"manifests/{manifest}.json"), options)
     fsdp = request.trainer.fsdp.model_copy(update={"reshard_after_forward": False})
     return replace(request, trainer=request.trainer.model_copy(update={"fsdp": fsdp}))

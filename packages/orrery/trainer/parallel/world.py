@@ -221,8 +221,7 @@ class Transfer:
             sent, arriving = arriving, sent
         num_rows = None if arriving is None else sum(arriving)
         self._results = [
-            x.new_empty(x.shape[0] if num_rows is None else num_rows, *x.shape[1:])
-            for x in tensors
+            x.new_empty(x.shape[0] if num_rows is None else num_rows, *x.shape[1:]) for x in tensors
         ]
         self._works = [
             dist.all_to_all_single(

@@ -1,0 +1,114 @@
+"""Compare the keys that vLLM and the trainer choose in contexts of 131,072 tokens, on one GPU.
+
+The run is `glm5_reverse_text_compare` with long prompts, the published 2,048 keys per query, and
+random weights. Engines send four of each token's chosen keys, and the trainer counts those that its
+own indexers did not choose. Each RL step has `ROLLOUTS` rollouts.
+
+    bash benchmarks/async/gpu_host.sh figure long_choices.py        # on a GPU host, five minutes
+    python benchmarks/async/long_choices.py --check                 # the manifest only
+"""
+
+import json
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from glm5 import run_stages, small
+from shapes import for_this_machine
+
+from orrery.manifest.schema import Manifest
+from orrery.observe.report.data import RunData
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import ROOT, parser_of, record
+from workspace import whole_workspace
+
+HERE = Path(__file__).resolve().parent
+NAME = "glm5_long_choices"
+CONTEXT, TOP_K, ROLLOUTS, STEPS = 131_072, 2_048, 4, 2
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+METRICS = (
+    "choices_differ",
+    "choices_missing",
+    "mismatch_kl_same_weights",
+    "routes_differ",
+    "routes_missing",
+    "tokens",
+    "step_s",
+)
+RESERVED = 64  # tokens of a context for the chat's markers, the word and the answer
+
+
+def long_manifest() -> dict[str, Any]:
+    run = json.loads((ROOT / "manifests/glm5_reverse_text_compare.json").read_text())
+    # Letters of a fixed pseudorandom sequence, so that no part of the prompt repeats.
+    state, letters = 1, []
+    for _ in range(CONTEXT - RESERVED):
+        state = (1103515245 * state + 12345) % 2**31
+        letters.append(LETTERS[(state >> 16) % len(LETTERS)])
+    for task in [*run["tasks"]["train"], *run["tasks"]["evaluation"]]:
+        task["args"]["instruction"] = "".join(letters)
+    run["name"] = NAME
+    run["model"]["max_positions"] = CONTEXT
+    run["model"]["mla"]["indexer"]["top_k"] = TOP_K
+    run["inference"] |= {"max_model_len_tokens": CONTEXT, "max_num_sequences": 16}
+    run["trainer"] |= {"indexer": "frozen"}
+    run["trainer"]["memory"] |= {
+        "activation_checkpointing": {"kind": "full"},
+        "max_tokens_per_micro_batch": CONTEXT,
+    }
+    run["orchestrator"] |= {
+        "admission": {"kind": "fixed", "max_in_flight": ROLLOUTS},
+        # Random weights solve no problem, so all groups have zero advantages.
+        "drop_zero_advantage_groups": False,
+        "rollout_timeout_s": 300.0,
+        "rollouts_per_batch": ROLLOUTS,
+    }
+    run["orchestrator"]["algorithm"]["group_size"] = 2
+    run["orchestrator"]["evaluation"]["num_problems"] = 1
+    run["stages"] = {"sft": None, "rl": {"num_steps": STEPS}, "evaluate": run["stages"]["evaluate"]}
+    return run
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--check", action="store_true", help="validate the manifest; needs no GPU")
+    parser.add_argument("--within", type=float, default=420.0, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
+    options = parser.parse_args()
+    manifest = long_manifest()
+    if options.check:
+        print(Manifest.model_validate(manifest).name)
+        return
+    folder = whole_workspace(Path(tempfile.mkdtemp()), for_this_machine(manifest))
+    try:
+        run_stages(folder, time.monotonic() + options.within, [NAME], ("init", "rl"))
+    finally:
+        with tarfile.open(options.out / "long_choices_run.tar.gz", "w:gz") as tar:
+            for path in [*folder.glob("*.log"), *folder.glob("runs/*")]:
+                tar.add(path, path.name, filter=small)
+    run = RunData.load(next((folder / "runs").glob(f"{NAME}-????????????")))
+    rows = [
+        {"variant": f"step {row['step']}"} | {name: row.get(name) for name in METRICS}
+        for row in run.rl
+    ]
+    print(*rows, sep="\n")
+    if len(rows) < STEPS or any(row["choices_differ"] is None for row in rows):
+        raise SystemExit("error: a step has no compared keys; read the logs in long_choices_run")
+    record(
+        options.out / "long_choices.json",
+        figure="a GLM-5 in FP8 at 131,072 tokens: engines' keys that the trainer does not choose",
+        value=sum(row["choices_differ"] for row in rows) / len(rows),
+        unit="share",
+        goal=None,
+        better="lower",
+        details={"context": CONTEXT, "top_k": TOP_K, "rollouts": ROLLOUTS, "run": run.run_dir.name},
+        rows=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
