@@ -23,7 +23,7 @@ from orrery.manifest.schema import Manifest
 from orrery.models.layers import Experts, LocalExchange
 from orrery.models.placement import full_tensor, local_tensor
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.parallel import activation_offload
+from orrery.trainer.parallel import activation_offload, expert_parallel
 from orrery.trainer.parallel.expert_parallel import KINDS, agree_on_lengths, make_exchange
 from orrery.trainer.parallel.world import World, destroy_world, init_world, make_world
 from orrery.wire.columns import Columns
@@ -70,9 +70,18 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
     if world.mesh is not None:
         world = make_world(spec.trainer.mesh, world.rank, world.device)
     learner = make_learner(spec, folder / name.partition("_")[0], world)
-    canary = learner.logprobs(CANARY)
     copies = copies_of(spec.trainer.mesh.num_data_ranks)
-    metrics, gradients = one_step(learner, documents(spec, copies, name.startswith("replayed")))
+    is_replayed = name.startswith("replayed")
+    expert_parallel.MAX_MISSING = 0.9  # short documents have many last tokens and paddings
+    with agreements() as made:
+        canary = learner.logprobs(CANARY)
+        metrics, gradients = one_step(learner, documents(spec, copies, is_replayed))
+    if is_replayed and spec.trainer.mesh.ep > 1:
+        num_layers = spec.model.num_layers - spec.model.moe.num_dense_layers
+        # The canary lacks routes, so each layer's ranks agree. Later they agree for all layers.
+        assert made[:2] == [(num_layers, False), (1, True)], made
+        known = [index for index, (count, is_known) in enumerate(made) if count > 1 and is_known]
+        assert known and all(made[index + 1 :][:1] != [(1, True)] for index in known), made
     if world.is_first:
         save_file(gradients, folder / f"{name}.safetensors")
     return metrics | {"canary": canary}
@@ -111,10 +120,14 @@ def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, l
             ids = torch.where(is_missing, -1, choice)
             exchange.known = agree_on_lengths([ids], num_experts, group, experts.row_block)
             assert exchange.known is not None
-        sent = sent_rows(x, choice // num_local, world.size) if kind == "torch" else nullcontext()
-        with sent:
+        watch = nullcontext()
+        if kind == "torch":
+            watch = sent_rows(x, choice // num_local, world.size)
+        elif kind == "torch in chunks":
+            watch = overlapping(experts, options[2])
+        with watch:
             out = exchange(*inputs, choice, experts)
-        (out * torch.arange(1.0, width + 1)).sum().backward()
+            (out * torch.arange(1.0, width + 1)).sum().backward()
         seen[kind] = [out, *(leaf.grad for leaf in (*inputs, *experts.parameters()))]
     x, scores, choice = (torch.cat(parts) for parts in zip(*tokens, strict=True))
     experts = experts_of(list(range(world.size)))
@@ -125,6 +138,46 @@ def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, l
     of_experts = [weight.grad.chunk(world.size)[world.rank] for weight in experts.parameters()]
     seen["alone"] = of_tokens + of_experts
     return {kind: [tensor.tolist() for tensor in tensors] for kind, tensors in seen.items()}
+
+
+@contextmanager
+def agreements():
+    """Yield a list of (number of exchanges, whether their lengths are known) by agreement."""
+    made, agree = [], expert_parallel.agree_on_lengths
+
+    def watched(ids, *args):
+        found = agree(ids, *args)
+        made.append((len(ids), found is not None))
+        return found
+
+    expert_parallel.agree_on_lengths = watched
+    yield made
+    expert_parallel.agree_on_lengths = agree
+
+
+@contextmanager
+def overlapping(experts, num_chunks):
+    """Fail unless a chunk's tokens leave before the experts compute the chunk before it."""
+    events, send, forward = [], dist.all_to_all_single, experts.forward
+
+    def watched_send(*args, **kwargs):
+        events.append("send")
+        return send(*args, **kwargs)
+
+    def watched_forward(*args, **kwargs):
+        events.append("compute")
+        out = forward(*args, **kwargs)
+        out.register_hook(lambda gradient: events.append("gradient"))
+        return out
+
+    dist.all_to_all_single, experts.forward = watched_send, watched_forward
+    yield
+    dist.all_to_all_single, experts.forward = send, forward
+    # Ids, rows and scores of each chunk, then a chunk's results after its products.
+    there = ["send"] + ["send"] * 3 * num_chunks + ["compute", "send"] * num_chunks
+    # Results' gradients of all chunks, then gradients of rows and scores after a chunk's products.
+    back = ["send"] * num_chunks + ["gradient", *["send"] * 2] * num_chunks
+    assert events == there + back, events
 
 
 @contextmanager

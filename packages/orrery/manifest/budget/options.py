@@ -233,7 +233,7 @@ def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[Me
         twice = replace(load, micro_batches=2 * load.micro_batches)
         yield replace(one, field=field, trainer=changed, load=twice)
     if moe is not None:
-        cost = "tokens travel to their experts, and the host waits once a layer"
+        cost = "tokens travel to their experts"
         for ep in (2 * mesh.ep, 4 * mesh.ep, 8 * mesh.ep):
             if (mesh.dp_shard * mesh.cp) % ep == 0 and moe.num_experts % ep == 0:
                 yield _change(trainer, load, "mesh", "ep", ep, cost)

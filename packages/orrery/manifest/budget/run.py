@@ -254,7 +254,7 @@ class RunPlan:
         capacity = usable_bytes(self.manifest.hardware.accelerator) or 0
         return trainer_time.step_s(
             self.model, self.trainer, micro_batches, lengths, self.rates, link, self.counted,
-            capacity,
+            capacity, knows_routes=self.manifest.transport.routed_experts,
         )  # fmt: skip
 
     @property

@@ -44,7 +44,7 @@ INDEXER_SHARE = 0.89  # FP8 scores, and the choice of keys
 FP8_GRADIENT_SHARE = 0.7  # weight gradients, with blocks of 1 × 128 in both operands
 FP8_EXPERTS_SHARES = 0.9, 0.36  # products of experts, and their weight gradients
 QUANTIZATION_SHARE = 0.6  # quantization of activations by rows and columns
-EXPERT_WAIT_S = 7e-3  # the host's wait for token counts, per MoE block and micro-batch
+EXPERT_WAIT_S = 7e-3  # the host's wait for an exchange's lengths, per MoE block and micro-batch
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
 HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host
 
@@ -88,13 +88,15 @@ def step_s(
     counted: ParameterCounts | None = None,
     device_bytes: int = 0,
     streams_state: bool = True,
+    knows_routes: bool = False,
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
     "communication" is exposed time only. The sum excludes "communication in all".
 
     `lengths`: tokens of each document of a context-parallel group.
-    `streams_state`: whether offloaded state is also copied during both passes.
+    `streams_state`: whether offloaded state is also copied during both passes. `knows_routes`:
+    whether the lengths of token exchanges follow from engines' routes.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -109,9 +111,10 @@ def step_s(
     if trainer.fsdp.cpu_offload:
         seconds["copies"] += _cpu_offload_s(trainer, counted, micro_batches, rates)
     computing = sum(seconds.values())
-    in_all, exposed = _communication(
-        model, trainer, counted, micro_batches, tokens, computing, link
-    )
+    moved = traffic(model, trainer, counted, tokens)
+    in_all, exposed = _communication(trainer, moved, micro_batches, computing, link)
+    hidden_share = 1 - 1 / mesh.ep_chunks  # of tokens that travel beside experts' products
+    exposed -= hidden_share * min(moved.ep / link.ep, seconds["grouped products"])
     slower = 1 + COLLECTIVES_SHARE * (in_all - exposed) / max(computing, 1e-9)
     seconds = {kind: s * (1 if kind == "copies" else slower) for kind, s in seconds.items()}
     computing_s, num_states, exchange_s = 0.0, 0.0, 0.0
@@ -132,7 +135,7 @@ def step_s(
     busy = sum(seconds.values()) + exposed
     least = LAUNCH_S * model.num_layers * micro_batches
     idle = max(IDLE_SHARE * busy, least - busy)
-    if mesh.ep > 1:
+    if mesh.ep > 1 and not (knows_routes and mesh.ep_backend == "torch"):
         idle += EXPERT_WAIT_S * _num_moe_blocks(model) * micro_batches
     return {
         **seconds,
@@ -309,16 +312,9 @@ def _cpu_offload_s(
 
 
 def _communication(
-    model: Model,
-    trainer: Trainer,
-    counted: ParameterCounts,
-    micro_batches: int,
-    tokens: float,
-    computing: float,
-    link: Links,
+    trainer: Trainer, moved: "Traffic", micro_batches: int, computing: float, link: Links
 ) -> tuple[float, float]:
     """Return the seconds of communication: (in all, exposed)."""
-    moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
     reduction = moved.reduction / link.shards + moved.reduction_experts / link.experts
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"

@@ -226,4 +226,7 @@ def expected(
         return None
     model, trainer, load = request.model, request.trainer, request.load
     rates = rates_of(accelerator)
-    return trainer_time.step_s(model, trainer, load.micro_batches, lengths, rates)
+    knows_routes = request.options.routing == "balanced"
+    return trainer_time.step_s(
+        model, trainer, load.micro_batches, lengths, rates, knows_routes=knows_routes
+    )
