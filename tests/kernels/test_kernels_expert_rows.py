@@ -80,22 +80,24 @@ def test_slots_that_go_nowhere_stand_last_beyond_the_ends(num_experts):
 @pytest.mark.parametrize(
     "backend", ["aten", "triton"]
 )  # the operators of "triton" run plain operations where Triton cannot
-def test_slots_that_go_nowhere_may_share_the_last_row(backend):
+def test_slots_without_a_row_count_as_zeros(backend):
     every = sort_by_expert(torch.tensor([[5, 0, 1], [4, 5, 5], [2, 5, 0]], device=DEVICE), 5)
-    rows = every._replace(row_M=every.row_M[:6], place_TK=every.place_TK.clamp(max=5))
-    # The last row holds a token of any of its slots.
-    is_real = torch.arange(6, device=DEVICE)[:, None] < 5
-    x, y = random(3, 4), random(6, 4)
-    expected = outcome(lambda x: torch.where(is_real, reference_gather_rows(x, rows), 0), x)
-    assert_all_close(
-        outcome(lambda x: torch.where(is_real, gather_rows(x, rows, backend), 0), x), expected, 1e-6
+    place = torch.where(every.place_TK < 5, every.place_TK, -1)
+    rows = every._replace(row_M=every.row_M[:6], place_TK=place)
+    x, score, y, grad = random(3, 4), random(3, 3), random(6, 4), random(6, 4, seed=3)
+    y[5] = grad[5] = torch.nan  # a row without a slot
+    expected = outcome(lambda y: reference_combine_rows(y, rows), y)
+    found = outcome(lambda y: combine_rows(y, rows, backend), y)
+    assert found[0].isfinite().all()
+    assert_all_close([each[:5] for each in found], [each[:5] for each in expected], 1e-6)
+    leaves = [x.requires_grad_(), score.requires_grad_()]
+    out = gather_rows(x, rows, backend)
+    assert torch.equal(out[:5], reference_gather_rows(x, rows)[:5])
+    gradients = torch.autograd.grad(
+        [out, order_slots(score, rows)], leaves, [grad, grad[:, 0].contiguous()]
     )
-    expected = outcome(lambda y: reference_combine_rows(torch.where(is_real, y, 0), rows), y)
-    assert_all_close(
-        outcome(lambda y: combine_rows(torch.where(is_real, y, 0), rows, backend), y),
-        expected,
-        1e-6,
-    )
+    wanted = reference_combine_rows(grad, rows), torch.where(place < 0, 0, grad[:, 0][place])
+    assert_all_close(gradients, wanted, 1e-6)
 
 
 # One rounding of float32 sums in another order: bfloat16's half unit in the last place is 2⁻⁹.

@@ -30,7 +30,7 @@ class RowOrder(NamedTuple):
     """The order of slots sorted by expert. Slot t·K + k is for token t's k-th expert."""
 
     row_M: Tensor  # i64: slot of each row, 0 for padding
-    place_TK: Tensor  # i64: row of each slot
+    place_TK: Tensor  # i64: row of each slot, −1 for slots without a row
     ends_E: Tensor  # i32: end of each expert's rows
     counts_E: Tensor  # i32: number of each expert's slots
 
@@ -87,7 +87,10 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = 
 
 
 def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> Tensor:
-    """Return [T, D]: each token's sum of `y[place[t, k]]` over k. Not differentiable."""
+    """Return [T, D]: each token's sum of `y[place[t, k]]` over k with place ≥ 0.
+
+    Rows of y without a slot may be undefined. Not differentiable.
+    """
     if (backend or _choose_backend(y_MD)) == "triton":
         return _sum_rows(y_MD.contiguous(), place_TK)
     return _aten_sum_rows(y_MD, place_TK)
@@ -154,7 +157,7 @@ class _OrderSlots(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         (place_TK,) = ctx.saved_tensors
-        return grad_M[place_TK], None, None
+        return slot_values(grad_M, place_TK), None, None
 
 
 class _Swiglu(torch.autograd.Function):
@@ -177,8 +180,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def slot_values(value_M: Tensor, place_TK: Tensor) -> Tensor:
+    """Return each slot's value [T, K], 0 for slots without a row."""
+    return torch.where(place_TK < 0, 0, value_M[place_TK.clamp(min=0)])
+
+
 def _aten_sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
-    return y_MD[place_TK].sum(1, dtype=_wide(y_MD.dtype)).to(y_MD.dtype)
+    y_TKD = y_MD[place_TK.clamp(min=0)].masked_fill((place_TK < 0)[..., None], 0)
+    return y_TKD.sum(1, dtype=_wide(y_MD.dtype)).to(y_MD.dtype)
 
 
 def _aten_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
@@ -213,7 +222,8 @@ def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
     if kernels := _triton(x_TD):
         return kernels.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    out_MD[place_TK] = x_TD[:, None]
+    token_S, slot_S = (place_TK >= 0).nonzero(as_tuple=True)
+    out_MD[place_TK[token_S, slot_S]] = x_TD[token_S]
     return out_MD
 
 
@@ -269,8 +279,11 @@ def reference_order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 
 
 def reference_combine_rows(y_MD: Tensor, order: RowOrder) -> Tensor:
-    dtype = _wide(y_MD.dtype)
-    return y_MD[order.place_TK].to(dtype).sum(1).to(y_MD.dtype)
+    out_TD = y_MD.new_zeros(len(order.place_TK), y_MD.shape[1], dtype=_wide(y_MD.dtype))
+    for place_T in order.place_TK.unbind(1):
+        token_S = (place_T >= 0).nonzero().flatten()
+        out_TD = out_TD.index_add(0, token_S, y_MD[place_T[token_S]].to(out_TD.dtype))
+    return out_TD.to(y_MD.dtype)
 
 
 def reference_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:

@@ -67,7 +67,9 @@ def _spread_rows(x, place, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     inside = column < width
     row = tl.load(x + token * width + column, mask=inside)
     for k in tl.static_range(K):
-        tl.store(out + tl.load(place + token * K + k) * width + column, row, mask=inside)
+        there = tl.load(place + token * K + k)
+        if there >= 0:
+            tl.store(out + there * width + column, row, mask=inside)
 
 
 @triton.jit
@@ -78,7 +80,8 @@ def _sum_rows(y, place, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         row = tl.load(place + token * K + k)
-        total += tl.load(y + row * width + column, mask=inside).to(tl.float32)
+        if row >= 0:
+            total += tl.load(y + row * width + column, mask=inside).to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 

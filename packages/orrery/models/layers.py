@@ -260,25 +260,15 @@ class Experts(nn.Module):
         self.gate_up_lora: Adapter | None = None
         self.down_lora: Adapter | None = None
 
-    def forward(
-        self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder, has_spare: bool = False
-    ) -> Tensor:
-        """Return [T, D]: each token's sum of score · output over its experts.
-
-        With `has_spare`, rows after `rows.ends_E[-1]` have no expert, and their output is 0.
-        """
+    def forward(self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder) -> Tensor:
+        """Return [T, D]: each token's sum of score · output over its slots that have a row."""
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
-            return fp8_experts(x_TD, score_TK, rows, weights, parts, has_spare)
+            return fp8_experts(x_TD, score_TK, rows, weights, parts)
         x_MD, score_M, ends_E = gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E
-        if has_spare:  # kernels leave rows after `ends_E[-1]` undefined
-            is_real_M = torch.arange(x_MD.shape[0], device=x_MD.device) < ends_E[-1]
-            x_MD = torch.where(is_real_M[:, None], x_MD, 0)
-            score_M = torch.where(is_real_M, score_M, 0)
         gate_up_M2I = _project(x_MD, self.gate_up_proj, self.gate_up_lora, ends_E)
         act_MI = self.activate(gate_up_M2I, score_M)
-        y_MD = _project(act_MI, self.down_proj, self.down_lora, ends_E)
-        return combine_rows(torch.where(is_real_M[:, None], y_MD, 0) if has_spare else y_MD, rows)
+        return combine_rows(_project(act_MI, self.down_proj, self.down_lora, ends_E), rows)
 
     def forward_chunks(
         self,
@@ -288,7 +278,7 @@ class Experts(nn.Module):
     ) -> list[Tensor]:
         """Return `after(forward(*before(*chunk, row_block)))` of each chunk."""
         return [
-            end(self.forward(*begin(*chunk, self.row_block), has_spare=True))
+            end(self.forward(*begin(*chunk, self.row_block)))
             for chunk, begin, end in zip(chunks, before, after, strict=True)
         ]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from orrery.kernels.expert_rows import RowOrder, sum_rows, swiglu_rows_backward
+from orrery.kernels.expert_rows import RowOrder, slot_values, sum_rows, swiglu_rows_backward
 from orrery.kernels.fp8.quantize import (
     BLOCK,
     DTYPE,
@@ -396,13 +396,12 @@ def fp8_experts(
     rows: RowOrder,
     weights: tuple[Tensor, Tensor],
     parts: tuple[Parts, Parts],
-    has_spare: bool = False,
 ) -> Tensor:
-    """Return [T, D]: each token's sum of score · output over its experts.
+    """Return [T, D]: each token's sum of score · output over its slots that have a row.
 
     `rows` is the result of `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and
-    down [E, D, I], `parts` their `weight_parts` or two empty lists. With `has_spare`, the last 128
-    rows have no expert. Raise ValueError unless 128 divides the number of rows.
+    down [E, D, I], `parts` their `weight_parts` or two empty lists. Raise ValueError unless 128
+    divides the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:
         raise ValueError(
@@ -410,7 +409,7 @@ def fp8_experts(
         )
     keeps = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
     order = (rows.row_M, rows.place_TK, rows.ends_E, rows.counts_E)
-    return _Experts.apply(x_TD, score_TK, *weights, *order, *keeps, has_spare, *parts[0], *parts[1])
+    return _Experts.apply(x_TD, score_TK, *weights, *order, *keeps, *parts[0], *parts[1])
 
 
 class _Experts(torch.autograd.Function):
@@ -427,7 +426,6 @@ class _Experts(torch.autograd.Function):
         counts_E: Tensor,
         keeps_x: bool,
         keeps_act: bool,
-        has_spare: bool,
         *parts: Tensor,
     ) -> Tensor:
         first, second = list(parts[:4]), list(parts[4:])
@@ -436,13 +434,7 @@ class _Experts(torch.autograd.Function):
         product = torch.ops.orrery.fp8_grouped
         gate_up_M2I, *of_x = product(x_TD, gate_up, first, *groups, keeps_x, token_M)
         y_MD, *of_act = product(gate_up_M2I, down, second, *groups, keeps_act, None, score_M)
-        if has_spare:
-            y_MD[-BLOCK:] = 0
-        ctx.has_spare, ctx.dtypes, ctx.num_parts = (
-            has_spare,
-            (gate_up.dtype, down.dtype),
-            len(parts),
-        )
+        ctx.dtypes, ctx.num_parts = (gate_up.dtype, down.dtype), len(parts)
         rows = (gate_up_M2I, score_M, token_M, place_TK)
         kept = (first[2:], second[2:]) if parts else ([gate_up], [down])
         ctx.save_for_backward(*rows, *groups, *of_x, *of_act, *kept[0], *kept[1])
@@ -463,15 +455,12 @@ class _Experts(torch.autograd.Function):
         grad_x_MD, grad_gate_up = gradients(
             grad_gate_up_M2I, of_x, weights[:half], *groups, wants_x, wants_gate_up
         )
-        if ctx.has_spare:
-            grad_score_M[-BLOCK:] = 0
-            grad_x_MD[-BLOCK:] = 0
         grad_x = sum_rows(grad_x_MD, place_TK) if wants_x else None
-        grad_score = grad_score_M[place_TK] if wants_score else None
+        grad_score = slot_values(grad_score_M, place_TK) if wants_score else None
         of_weights = (
             gradient.to(dtype) if wants else None
             for gradient, dtype, wants in zip(
                 (grad_gate_up, grad_down), ctx.dtypes, (wants_gate_up, wants_down), strict=True
             )
         )
-        return grad_x, grad_score, *of_weights, *[None] * (7 + ctx.num_parts)
+        return grad_x, grad_score, *of_weights, *[None] * (6 + ctx.num_parts)

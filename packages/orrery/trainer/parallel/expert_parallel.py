@@ -184,16 +184,12 @@ class _Chunk:
         """Return tensors that will hold the rows [N, D] and scores [N, K] of arriving tokens."""
         rank_TK, expert_TK = self._expert_TK // self._num_local, self._expert_TK
         self._rows, is_token_M = _rows_by_rank(rank_TK, self._lengths)
-        num_rows = sum(self._lengths.sent)
-        slot_M = self._rows.row_M[:num_rows]
-        token_M = slot_M // expert_TK.shape[1]
-        to_M = rank_TK.flatten()[slot_M]
+        token_M = self._rows.row_M // expert_TK.shape[1]
+        to_M = rank_TK.flatten()[self._rows.row_M]
         is_there_MK = (rank_TK[token_M] == to_M[:, None]) & is_token_M[:, None]
         local_MK = expert_TK[token_M] - self._num_local * to_M[:, None]
         self._ids.start([torch.where(is_there_MK, local_MK, -1)])
-        x_MD, score_MK = (
-            gather_rows(each, self._rows)[:num_rows] for each in (self._x_TD, self._score_TK)
-        )
+        x_MD, score_MK = (gather_rows(each, self._rows) for each in (self._x_TD, self._score_TK))
         return start_transfer(self._there, x_MD, torch.where(is_there_MK, score_MK, 0))
 
     def end_dispatch(
@@ -207,18 +203,13 @@ class _Chunk:
         return start_transfer(self._back, y_ND)[0]
 
     def end_return(self, y_MD: Tensor) -> Tensor:
-        # A token has one row per rank: the sum over its experts there. Other slots read zeros.
-        (y_MD,) = end_transfer(self._back, y_MD)
-        if len(self._rows.row_M):
-            y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
-        return combine_rows(y_MD, self._rows)
+        return combine_rows(*end_transfer(self._back, y_MD), self._rows)
 
 
 def _rows_by_rank(rank_TK: Tensor, lengths: Lengths) -> tuple[RowOrder, Tensor]:
     """Order tokens by destination, one row per rank. Return the order, and which rows have tokens.
 
-    Rank r's rows begin after the `lengths.sent` of earlier ranks. The last row is for all slots
-    that send nothing.
+    Rank r's rows begin after the `lengths.sent` of earlier ranks.
     """
     is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
     is_first_TK = ~is_same_TKK.tril(-1).any(2)
@@ -226,15 +217,12 @@ def _rows_by_rank(rank_TK: Tensor, lengths: Lengths) -> tuple[RowOrder, Tensor]:
     order = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
     start_R = lengths.sent_R.cumsum(0) - lengths.sent_R
     shift_R = start_R - (order.ends_E - order.counts_E)
-    place_TK = torch.where(is_first_TK, order.place_TK + shift_R[rank_TK], num_rows)
+    place_TK = torch.where(is_first_TK, order.place_TK + shift_R[rank_TK], -1)
     slots = torch.arange(rank_TK.numel(), device=rank_TK.device)
-    if not len(slots):
-        return order, is_first_TK.flatten()
-    row_M = slots.new_full((num_rows + 1,), -1).scatter_(0, place_TK.flatten(), slots)
-    is_token_M = row_M[:num_rows] >= 0
-    row_M = row_M.clamp(min=0)
-    row_M[num_rows:] = 0  # several slots write this row, in any order
-    return order._replace(row_M=row_M, place_TK=place_TK), is_token_M
+    row_M = slots.new_full((num_rows + 1,), -1)
+    row_M.scatter_(0, place_TK.flatten().remainder(num_rows + 1), slots)  # −1 is the last row
+    row_M = row_M[:num_rows]
+    return order._replace(row_M=row_M.clamp(min=0), place_TK=place_TK), row_M >= 0
 
 
 UNKNOWN = 1 << 40  # number of missing routes that says: exchange the lengths in each layer
@@ -412,11 +400,12 @@ class DeepEpExchange(nn.Module):
 def _rows(expert_NK: Tensor, num_local: int, num_rows: int, block: int) -> RowOrder:
     """Sort received tokens by local expert. Pad each expert's rows to a multiple of `block`.
 
-    `expert_NK` is −1 for experts of other ranks. `num_rows`: at least the experts' rows.
+    `expert_NK` is −1 for experts of other ranks. `num_rows`: at least the number of experts' rows.
     """
-    rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
-    place_TK = rows.place_TK.clamp(max=num_rows)
-    return rows._replace(row_M=rows.row_M[: num_rows + block], place_TK=place_TK)
+    is_here_NK = expert_NK >= 0
+    rows = sort_by_expert(torch.where(is_here_NK, expert_NK, num_local), num_local, block)
+    place_NK = torch.where(is_here_NK, rows.place_TK, -1)
+    return rows._replace(row_M=rows.row_M[: max(num_rows, block)], place_TK=place_NK)
 
 
 @cache
