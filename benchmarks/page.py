@@ -72,6 +72,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             ),
             Line("async/glm5_mismatch", "… without replay", "KL, own choice, over dense"),
             Line(
+                "async/long_choices",
+                "… engine's keys that the trainer does not choose, 131,072 tokens",
+            ),
+            Line(
                 "async/sweep_h100", "Largest rise in 24 steps, by SFT batches before RL and by lr"
             ),
             Line("async/sweep_h100", "… 25 batches, lr 1e-5", "25 warm-start batches, lr 1e-05"),
@@ -126,6 +130,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             ),
             Line("inference/throughput_cpu", "The same on two CPU cores, shared with the client"),
             Line("inference/planned", "Largest error of the planned speed of an engine"),
+            Line("inference/engine_plan", "Error of the planned memory of an engine"),
             Line("inference/loading", "Bytes that a rank of eight reads to load its weights"),
             Line(
                 "orchestrator/overhead", "Tokens/s through orchestrator and router, share of direct"
@@ -321,6 +326,21 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
         [
             Line("kernels/attention", "Attention forward and backward, 32,768 tokens"),
             Line("kernels/experts", "Experts of a mixture, forward and backward"),
+            Line(
+                "kernels/experts",
+                "… an exchange's sort, gather and sum of rows, 65,536 tokens",
+                "local parts, triton, 65536 tokens, balanced",
+            ),
+            Line(
+                "kernels/experts",
+                "… with an exchange on one rank, lengths known in advance",
+                "exchange, known lengths, 65536 tokens, balanced",
+            ),
+            Line(
+                "kernels/experts",
+                "… lengths awaited in each layer",
+                "exchange, lengths by layer, 65536 tokens, balanced",
+            ),
             Line("kernels/lm_head", "LM head, loss and gradient"),
             Line("kernels/adapters", "LoRA on experts, forward and backward"),
             Line("kernels/sparse_mla", "Sparse latent attention, backward, 131,072 keys"),
