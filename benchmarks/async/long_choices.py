@@ -103,7 +103,7 @@ def main() -> None:
                 for path in [*folder.glob("*.log"), *folder.glob("runs/*")]:
                     tar.add(path, path.name, filter=small)
     run = RunData.load(next(runs.glob(f"{NAME}-????????????")))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"variant": f"step {row['step']}"} | {name: row.get(name) for name in METRICS}
         for row in run.rl
     ]

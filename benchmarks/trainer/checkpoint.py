@@ -117,6 +117,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
         ep=1,
         cp_style="ulysses",
         ep_backend="torch",
+        ep_chunks=1,
         deepep_num_sms=None,
         deepep_token_chunk_size=None,
     )

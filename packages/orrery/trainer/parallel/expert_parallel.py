@@ -32,7 +32,7 @@ from orrery.manifest.schema import Trainer
 from orrery.models import expert_modules
 from orrery.models.layers import Experts, MixtureOfExperts
 from orrery.trainer.parallel import blocks
-from orrery.trainer.parallel.world import Transfer, World, end_transfer, start_transfer
+from orrery.trainer.parallel.world import RowTransfer, World, end_transfer, start_transfer
 from orrery.trainer.policy import Policy
 
 KINDS = ("torch", "deepep")
@@ -112,7 +112,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-class Lengths(NamedTuple):
+class ExchangeLengths(NamedTuple):
     """Numbers of rows in one exchange. They may include rows without a token."""
 
     sent: list[int]  # by rank
@@ -132,7 +132,7 @@ class TorchExchange(nn.Module):
     def __init__(self, group: dist.ProcessGroup, num_experts: int, num_chunks: int = 1) -> None:
         super().__init__()
         self.group, self.num_experts, self.num_chunks = group, num_experts, num_chunks
-        self.known: list[Lengths] | None = None  # of each chunk, see `plan_exchanges`
+        self.known: list[ExchangeLengths] | None = None  # of each chunk, see `plan_exchanges`
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
@@ -169,7 +169,7 @@ class _Chunk:
     def __init__(
         self,
         exchange: TorchExchange,
-        lengths: Lengths,
+        lengths: ExchangeLengths,
         x_TD: Tensor,
         score_TK: Tensor,
         expert_TK: Tensor,
@@ -177,8 +177,8 @@ class _Chunk:
         self._lengths, self._num_local = lengths, exchange.num_experts // exchange.group.size()
         self._x_TD, self._score_TK, self._expert_TK = x_TD, score_TK, expert_TK
         counts = lengths.sent, lengths.arriving
-        self._ids, self._there = (Transfer(exchange.group, *counts) for _ in range(2))
-        self._back = Transfer(exchange.group, *reversed(counts))
+        self._ids, self._there = (RowTransfer(exchange.group, *counts) for _ in range(2))
+        self._back = RowTransfer(exchange.group, *reversed(counts))
 
     def start_dispatch(self) -> tuple[Tensor, ...]:
         """Return tensors that will hold the rows [N, D] and scores [N, K] of arriving tokens."""
@@ -203,10 +203,11 @@ class _Chunk:
         return start_transfer(self._back, y_ND)[0]
 
     def end_return(self, y_MD: Tensor) -> Tensor:
-        return combine_rows(*end_transfer(self._back, y_MD), self._rows)
+        (y_MD,) = end_transfer(self._back, y_MD)
+        return combine_rows(y_MD, self._rows)
 
 
-def _rows_by_rank(rank_TK: Tensor, lengths: Lengths) -> tuple[RowOrder, Tensor]:
+def _rows_by_rank(rank_TK: Tensor, lengths: ExchangeLengths) -> tuple[RowOrder, Tensor]:
     """Order tokens by destination, one row per rank. Return the order, and which rows have tokens.
 
     Rank r's rows begin after the `lengths.sent` of earlier ranks.
@@ -260,7 +261,7 @@ def plan_exchanges(policy: Policy, routes_TLK: Tensor | None) -> None:
 
 def agree_on_lengths(
     ids: Sequence[Tensor], num_experts: int, group: dist.ProcessGroup, block: int
-) -> list[Lengths] | None:
+) -> list[ExchangeLengths] | None:
     """Return the lengths of the exchange of each of `ids` [T, K]. The host waits once.
 
     Ids outside 0 to `num_experts` − 1 are missing. Return None if a rank misses too many. A
@@ -275,7 +276,7 @@ def agree_on_lengths(
     if any(row[2 * size] >= UNKNOWN for row in numbers):
         return None
     return [
-        Lengths(
+        ExchangeLengths(
             row[:size],
             row[size : 2 * size],
             _padded(row[2 * size + 1 :], block, row[2 * size], each.shape[1]),

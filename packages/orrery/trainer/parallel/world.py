@@ -197,7 +197,7 @@ def destroy_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-class Transfer:
+class RowTransfer:
     """An all-to-all of tensors' rows that runs beside computation.
 
     Rank r of `group` gets `sent[r]` rows of each tensor, and sends `arriving[r]` rows here. By
@@ -238,14 +238,19 @@ class Transfer:
         return tuple(results)
 
 
-def all_to_all(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Send equally many rows of each tensor to each rank of `group`. Return the received rows."""
-    transfer = Transfer(group)
+def all_to_all(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    sent: list[int] | None = None,
+    arriving: list[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the received rows. See `RowTransfer`."""
+    transfer = RowTransfer(group, sent, arriving)
     transfer.start(tensors)
     return transfer.wait()
 
 
-def start_transfer(transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
+def start_transfer(transfer: RowTransfer, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Start an all-to-all. `end_transfer` returns its differentiable results.
 
     The backward pass sends the gradients back. They travel from `end_transfer`'s backward step to
@@ -254,13 +259,13 @@ def start_transfer(transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
     return _Start.apply(transfer, *tensors)
 
 
-def end_transfer(transfer: Transfer, *pending: Tensor) -> tuple[Tensor, ...]:
+def end_transfer(transfer: RowTransfer, *pending: Tensor) -> tuple[Tensor, ...]:
     return _End.apply(transfer, *pending)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, transfer: RowTransfer, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
         return transfer.start(tensors)
 
@@ -272,7 +277,7 @@ class _Start(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, *pending: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, transfer: RowTransfer, *pending: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
         transfer.wait()
         return tuple(x.view_as(x) for x in pending)
