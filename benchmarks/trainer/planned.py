@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "async"))
 from fp8_layers import SHAPES, request_of
 from glm5_rank import FP8
+from long_choices import long_manifest
 
 from orrery.manifest.budget.parameters import count_parameters
-from orrery.manifest.budget.trainer_memory import plan_memory
+from orrery.manifest.budget.trainer_memory import plan_memory, stage_workload
 from orrery.manifest.budget.trainer_time import Links, step_s
 from orrery.manifest.devices import rates_of
 from orrery.manifest.identity import load
+from orrery.manifest.schema import Manifest
 from orrery.trainer.bench import Options, make_request
 from record import parser_of, record
 
@@ -133,12 +136,36 @@ def rank_of_glm5() -> dict[str, Any]:
     }
 
 
+def long_contexts() -> dict[str, Any]:
+    """Return the row of the last step of `async/long_choices.py`, whose first step compiles."""
+    found = json.loads((HERE.parent / "async/long_choices.json").read_text())
+    manifest = Manifest.model_validate(long_manifest())
+    trainer, work = stage_workload(manifest, "rl")
+    model, details, step = manifest.model, found["details"], found["rows"][-1]
+    counted = count_parameters(model, trainer.lora)
+    peak = plan_memory(model, trainer, work, H200_BYTES, counted).peak_bytes
+    lengths = details["rollouts"] * [details["context"]]
+    parts = step_s(model, trainer, details["rollouts"], lengths, rates_of("h200"))
+    return {
+        "variant": "long_choices: GLM-5 with 4 layers, documents of 131,072 tokens",
+        "value": parts["step"] / step["forward_backward_s"] - 1,
+        "unit": "error of the time",
+        "goal": None,
+        "memory_error": peak / step["peak_bytes"] - 1,
+        "planned_bytes": peak,
+        "measured_bytes": step["peak_bytes"],
+        "planned_s": parts["step"],
+        "measured_s": step["forward_backward_s"],
+        "planned_parts_s": parts,
+    }
+
+
 def main() -> None:
     one = parser_of(__doc__)
     one.add_argument("--out", type=Path, default=HERE)
     out = one.parse_args().out
     runs = [*measured(), *measured_layers()]
-    rows = [*(compared(name, bench) for name, bench in runs), rank_of_glm5()]
+    rows = [*(compared(name, bench) for name, bench in runs), rank_of_glm5(), long_contexts()]
     print(f"{'':72}{'GiB':>7}{'planned':>9}{'s':>8}{'planned':>9}")
     for row in rows:
         memory = " " * 16

@@ -158,8 +158,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
-    `output` includes float32 log-sum-exps. `inputs` include the larger of dense and sparse
-    attention's inputs. `recomputed`: inputs that recomputation of "attention_projections" frees.
+    `output` includes float32 log-sum-exps. With an indexer, attention is sparse. `recomputed`:
+    inputs that recomputation of "attention_projections" frees.
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
     c = DTYPE_BYTES[trainer.compute_dtype]
@@ -168,15 +168,14 @@ def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]
     gathered = 0
     if cp > 1:
         both, gathered = both - c * latent, round(c * latent * keys)
-    width = max(model.head_dim, mla.value_head_dim)
-    dense = round(c * heads * width * (1 + 2 * keys))
-    sparse = c * heads * latent + 4 * mla.indexer.top_k if mla.indexer is not None else 0
-    if sparse and cp > 1:
-        dense = 0
-    output = c * heads * max(mla.value_head_dim, mla.kv_lora_rank) + 4 * heads
-    recomputed = c * heads * latent if sparse else dense
+    head = max(model.head_dim, mla.value_head_dim)
+    width, of_path = mla.value_head_dim, round(c * heads * head * (1 + 2 * keys))
+    recomputed = of_path
+    if mla.indexer is not None:
+        width, recomputed = mla.kv_lora_rank, c * heads * latent
+        of_path = recomputed + 4 * mla.indexer.top_k
     recomputed += c * heads * (model.head_dim - mla.rope_head_dim * trainer.compile)
-    return output, both + max(dense, sparse), gathered, recomputed
+    return c * heads * width + 4 * heads, both + of_path, gathered, recomputed
 
 
 def _dense_width(model: Model, layer: int) -> int:
@@ -191,15 +190,11 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = c * (3 * h + 2 * g) + 4 * h  # gradients, and float32 sums of query gradients
     if (mla := model.mla) is not None:
-        latent = model.num_heads * (mla.kv_lora_rank + mla.rope_head_dim)
-        if (cp := trainer.mesh.cp) > 1:
-            keys = keys_per_query(model, cp)
-            expanded = 0 if mla.indexer is not None else 2 * g * (keys - 1)
-            # gradients of gathered keys
-            gathered = 3 * keys * (mla.kv_lora_rank + mla.rope_head_dim)
-            attention = round(max(attention + c * expanded, (2 * c + 4) * latent) + c * gathered)
-        else:
-            attention = max(attention, (2 * c + 4) * latent)
+        keys, gathered = keys_per_query(model, trainer.mesh.cp), 0
+        if trainer.mesh.cp > 1:
+            gathered = round(3 * c * keys * (mla.kv_lora_rank + mla.rope_head_dim))
+            attention += round(2 * c * g * (keys - 1))
+        attention = gathered + (_sparse_gradients(model, c) or attention)
     dense = _dense_width(model, layer)
     if not is_sparse(model, layer):
         return attention, c * (3 * dense + 2 * model.hidden_size)
@@ -216,14 +211,31 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     return attention, c * (shared + moe.num_experts_per_token * per_slot)
 
 
+def _sparse_gradients(model: Model, c: int) -> int:
+    """Return bytes per token of sparse attention's gradients of absorbed queries and outputs."""
+    mla = model.latent
+    if mla.indexer is None:
+        return 0
+    return c * model.num_heads * (2 * mla.kv_lora_rank + mla.rope_head_dim)
+
+
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: a rank's queries. The float32 backend stores no pairs.
+    Documents of at most `top_k` tokens use dense attention, so return its further bytes if they are
+    more. `tokens`: a rank's queries. The float32 backend stores no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
         return 0
     pairs = tokens * mla.indexer.top_k
     width = mla.kv_lora_rank + mla.rope_head_dim + model.num_heads
-    return min(pairs, SPARSE_PAIRS) * c * width + 4 * pairs
+    pair_bytes = min(pairs, SPARSE_PAIRS) * c * width + 4 * pairs
+    if trainer.mesh.cp > 1:
+        return pair_bytes
+    every = model.model_copy(update={"mla": mla.model_copy(update={"indexer": None})})
+    dense, sparse = (
+        sum(_latent_results(one, trainer)[:2]) + _temporaries(one, trainer, 0)[0]
+        for one in (every, model)
+    )
+    return max(pair_bytes, tokens * (dense - sparse))
