@@ -304,10 +304,11 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return an engine failure's cause: an exception in `log` after byte `begin`, or `error`.
+    """Return the cause of an engine failure.
 
-    Read `log` only if `error` refers to it. Prefer unhandled exceptions, then handled ones,
-    then those caused by another process's exit. Among equals, prefer exceptions logged as ERROR.
+    It is `error`, or if `error` refers to `log`, an exception logged after byte `begin`. Prefer
+    unhandled exceptions, then handled ones, then those caused by another process's exit. Among
+    equals, prefer exceptions logged as ERROR.
     """
     if POINTER not in str(error):
         return str(error)

@@ -1,7 +1,7 @@
-"""Compare an inference engine's keys for sparse attention with the trainer's.
+"""Compare the keys that an inference engine chose for sparse attention with the trainer's choice.
 
-T queries, K chosen keys, B bytes per query. Bit j of byte b is key 8·b + j of the query's document.
-Instead of bits, an engine may send S of the K keys, drawn for each query.
+T queries, K chosen keys per query, B bytes per query. Bit j of byte b is set if key 8·b + j of the
+query's document was chosen. Instead of bits, an engine may send a random S of the K keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"

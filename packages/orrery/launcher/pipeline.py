@@ -239,7 +239,7 @@ class Pipeline:
             return []
         try:
             budget = plan_run(manifest)
-        except OrreryError:  # no plan for this model family
+        except OrreryError:  # this model family's memory cannot be planned
             return []
         return list(host_misfits(budget, self.site.slurm.memory_per_node_mb))
 

@@ -57,7 +57,7 @@ from orrery.runtime.run_directory import (
 
 KILLED_S = 10.0  # maximum wait after SIGKILL
 WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # time for ending the stage after its checkpoint
+MARGIN_S = 60.0  # for the stage's end after its checkpoint
 STOP_S = 30.0
 # exit codes after SIGTERM, which Slurm sends to the other ranks of a failed step
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)

@@ -40,7 +40,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Sync `folder` and the folders below it: names of files, not their content."""
+    """Call fsync on `folder` and the folders below it, so that file names are durable."""
     for parent, _, _ in os.walk(folder, topdown=False):
         with suppress(FileNotFoundError):  # if another process removes the folder
             sync(Path(parent))

@@ -261,7 +261,10 @@ class Experts(nn.Module):
         self.down_lora: Adapter | None = None
 
     def forward(self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder) -> Tensor:
-        """Return [T, D]: each token's sum of score · output over its slots that have a row."""
+        """Return [T, D]: each token's sum of score · output over its experts.
+
+        Leave out a token's experts on other ranks. They have no row.
+        """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
             return fp8_experts(x_TD, score_TK, rows, weights, parts)

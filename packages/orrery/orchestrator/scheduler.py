@@ -383,7 +383,7 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop a refused site's rollouts, now and later. Return the number dropped now."""
+        """Drop a refused site's rollouts, also later ones. Return the number dropped now."""
         self._refused.add(engine)
         num_open = self.groups.drop_engine(engine)
         self.buffer.count(SITE_REFUSED, num_open)

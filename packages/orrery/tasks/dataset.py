@@ -249,7 +249,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # Scorer processes run in another working directory.
+            # Absolute, because scorer processes run in another working directory.
             verdict["path"] = str(Path(self.args.verdict.path).absolute())
             # Scorers read JSON, so timestamps become text.
             row = json.loads(json.dumps(self._row(at), default=str))

@@ -25,7 +25,7 @@ PACKAGE = str(Path(__file__).parent)
 PLACEHOLDER = "{answer}"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
-# In "the answer is a bit" or "my answer: I think", "a" and "I" are words.
+# In "the answer is a bit" or "my answer: I think", "a" and "I" are not choices.
 WORD = r"[aiI][ \t]++(?!(?:because|since|as|is|and|or)\b)[*_\"“$`]*+\w"
 SAID = re.compile(
     r"(?i:answer|choice|option)\b[\s*]*+(?:(?i:is)\b[\s*]*+)?(?:[:=–—-][\s*]*+)?"

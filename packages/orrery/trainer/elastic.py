@@ -116,7 +116,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # Each round exchanges one fragment. After the last step, more rounds exchange the others.
+        # A round exchanges one fragment. Rounds after the last step exchange the fragments left.
         self._num_rounds = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()

@@ -112,7 +112,7 @@ class Columns:
         )
 
 
-MicroBatch = Columns | Sequence[Columns]  # a sequence of parts is one micro-batch
+MicroBatch = Columns | Sequence[Columns]  # a sequence's parts form one micro-batch
 
 COALESCE_BYTES = 64 * 1024
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")

@@ -397,7 +397,7 @@ def fp8_experts(
     weights: tuple[Tensor, Tensor],
     parts: tuple[Parts, Parts],
 ) -> Tensor:
-    """Return [T, D]: each token's sum of score · output over its slots that have a row.
+    """Return [T, D]: each token's sum of score · output over its experts that have a row.
 
     `rows` is the result of `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and
     down [E, D, I], `parts` their `weight_parts` or two empty lists. Raise ValueError unless 128

@@ -90,7 +90,8 @@ class RunBudget:
     loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # per step, by direction
-    collective_bytes: dict[str, dict[str, float]]  # of the trainer per step, by collective and link
+    # bytes that trainer ranks send per step, by collective and link
+    collective_bytes: dict[str, dict[str, float]]
     layer_gather_bytes: dict[str, int]
     other_ep: dict[str, Bytes]  # {"with ep N": {kind: change of memory}}
     assumptions: tuple[str, ...]

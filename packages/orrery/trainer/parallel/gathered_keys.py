@@ -203,9 +203,9 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather of keys. Return a scalar zero (ticket) for `_Receive`.
+    """Begin the all-gather of keys. Return a scalar zero, the ticket, for `_Receive`.
 
-    The ticket makes autograd run `_Receive`'s backward pass first.
+    The ticket links both in autograd: `_Receive`'s backward pass runs before this one's.
     """
 
     @staticmethod
