@@ -3,8 +3,8 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- The prompt's KV cache may be of an older policy version than the sampled tokens. `cache_salt` names
-  the oldest version allowed.
+- The prompt's KV cache may be of an older policy version than the sampled tokens. `cache_salt`
+  names the oldest version allowed.
 - No router is used, because it would drop request ids and credentials.
 - A decode engine also reads the KV blocks of a cancelled prefill, because reading frees them.
 """
