@@ -529,7 +529,7 @@ def test_steps_in_fp8_are_planned_within_a_tenth_of_the_measured_ones():
         ("mixture", "qwen3_30b_a3b_16k", 5, 16_384, ["attention", "experts"]),
     ):
         model = run(name).model.model_copy(update={"num_layers": layers, "fp8": fp8})
-        trainer = run(name).trainer
+        trainer = run(name, trainer__fsdp__reshard_after_forward=False).trainer
         mesh = trainer.mesh.model_copy(update={"dp_shard": 1})
         trainer = trainer.model_copy(update={"mesh": mesh})
         lengths = [document] * (16_384 // document)
