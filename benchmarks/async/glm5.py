@@ -80,10 +80,15 @@ def make_runs(seed: int, is_alone: bool, within_s: float, out: Path) -> Path:
             parts = [names[:1]] if is_alone else [names[:1], names[1:]]
             list(pool.map(lambda some: run_stages(folder, until_s, some), parts))
     finally:
-        with tarfile.open(out / "glm5_runs.tar.gz", "w:gz") as tar:
-            for path in [*folder.glob("*.log"), *folder.glob("runs/*")]:
-                tar.add(path, path.name, filter=small)
+        keep_runs(folder, out / "glm5_runs.tar.gz")
     return folder / "runs"
+
+
+def keep_runs(folder: Path, path: Path) -> None:
+    """Write logs and runs of a workspace without weights to the archive `path`."""
+    with tarfile.open(path, "w:gz") as tar:
+        for each in [*folder.glob("*.log"), *folder.glob("runs/*")]:
+            tar.add(each, each.name, filter=small)
 
 
 def small(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:

@@ -12,13 +12,12 @@ rollouts have the trainer's weights. Older weights choose other keys.
 
 import json
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from glm5 import run_stages, small
+from glm5 import keep_runs, run_stages
 from shapes import for_this_machine
 
 from orrery.manifest.schema import Manifest
@@ -99,9 +98,7 @@ def main() -> None:
         try:
             run_stages(folder, time.monotonic() + options.within, [NAME], ("init", "rl"))
         finally:
-            with tarfile.open(options.out / "long_choices_run.tar.gz", "w:gz") as tar:
-                for path in [*folder.glob("*.log"), *folder.glob("runs/*")]:
-                    tar.add(path, path.name, filter=small)
+            keep_runs(folder, options.out / "long_choices_run.tar.gz")
     run = RunData.load(next(runs.glob(f"{NAME}-????????????")))
     rows: list[dict[str, Any]] = [
         {"variant": f"step {row['step']}"} | {name: row.get(name) for name in METRICS}

@@ -95,6 +95,8 @@ class StandIn:
                 'vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="100",'
                 'num_gpu_blocks_override="7"} 1.0\n'
                 'vllm:generation_tokens_total{engine="0"} 1e+03\n'
+                'vllm:prompt_tokens_total{engine="0"} 500.0\n'
+                'vllm:prompt_tokens_total{engine="1"} 300.0\n'
                 'vllm:prefix_cache_hits_total{engine="0"} 640.0\n'
                 'vllm:external_prefix_cache_queries_total{engine="0"} 320.0\n'
                 'vllm:external_prefix_cache_hits_total{engine="0"} 64.0\n'

@@ -280,7 +280,7 @@ async def test_metrics_are_summed_by_name_and_similar_names_are_not_mixed_up():
         metrics.generation_tokens_total,
     ) == (3, 2, 0.5, 1000)
     assert metrics.preemptions_total == 0 and metrics.kv_tokens == 2 * 100 * 32
-    assert metrics.external_hit_tokens_total == 96
+    assert (metrics.prompt_tokens_total, metrics.external_hit_tokens_total) == (800, 96)
 
 
 async def test_workers_of_one_engine_that_disagree_are_named():

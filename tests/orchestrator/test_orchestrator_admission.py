@@ -300,7 +300,8 @@ async def test_a_poll_skips_prefill_and_missing_engines_and_keeps_the_limit_with
     manifest = replaced(manifest, "inference", num_replicas=3, prefill_replicas=1)
     ctx, admission = fakes.FakeContext(tmp_path, manifest), adaptive()
     prefill = fakes.load(0, kv_tokens=CONTEXT)
-    serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), external_hit_tokens_total=96)
+    totals = {"prompt_tokens_total": 128, "external_hit_tokens_total": 96}
+    serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), **totals)
     assert list(await poll_engines(ctx, Pool(prefill, serving, serving), admission)) == [0, 1, 2]
     assert admission.limit == 100
     assert list(await poll_engines(ctx, Pool(prefill, None, serving), admission)) == [0, 2]
@@ -313,10 +314,11 @@ async def test_a_poll_skips_prefill_and_missing_engines_and_keeps_the_limit_with
     )
     assert admission.limit == 50
     assert [row["limit"] for row in ctx.events("admission")] == [100, 50]
-    assert [(row["engine"], row["external_hit_tokens"]) for row in ctx.events("engine")] == [
-        (0, 0),
-        (1, 96),
-        (2, 96),
-        (0, 0),
-        (2, 96),
+    names = "engine", "prompt_tokens", "external_hit_tokens"
+    assert [tuple(row[name] for name in names) for row in ctx.events("engine")] == [
+        (0, 0, 0),
+        (1, 128, 96),
+        (2, 128, 96),
+        (0, 0, 0),
+        (2, 128, 96),
     ]

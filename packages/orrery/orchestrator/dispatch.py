@@ -416,6 +416,7 @@ async def poll_engines(
             waiting=load.waiting,
             kv_usage=load.kv_usage,
             preemptions=load.preemptions_total,
+            prompt_tokens=load.prompt_tokens_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
     # Skip prefill engines, because rollouts fill only decode engines' caches.

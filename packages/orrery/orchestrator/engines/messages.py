@@ -105,7 +105,8 @@ class EngineMetrics:
     preemptions_total: int
     generation_tokens_total: int
     loading: int = 0  # waiting requests that load KV blocks
-    external_hit_tokens_total: int = 0  # prefix tokens found outside GPU memory
+    prompt_tokens_total: int = 0
+    external_hit_tokens_total: int = 0  # prompt tokens whose cache was outside GPU memory
 
 
 # Structs of a response of /inference/v1/generate
@@ -222,6 +223,7 @@ METRICS = {
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_preemptions_total": "preemptions_total",
     "vllm:generation_tokens_total": "generation_tokens_total",
+    "vllm:prompt_tokens_total": "prompt_tokens_total",
     "vllm:external_prefix_cache_hits_total": "external_hit_tokens_total",
 }
 _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
