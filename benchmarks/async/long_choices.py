@@ -32,7 +32,6 @@ NAME = "glm5_long_choices"
 CONTEXT, TOP_K, ROLLOUTS, STEPS = 131_072, 2_048, 4, 2
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 METRICS = (
-    "choices_differ",
     "choices_missing",
     "mismatch_kl_same_weights",
     "routes_differ",
@@ -101,11 +100,12 @@ def main() -> None:
             keep_runs(folder, options.out / "long_choices_run.tar.gz")
     run = RunData.load(next(runs.glob(f"{NAME}-????????????")))
     rows: list[dict[str, Any]] = [
-        {"variant": f"step {row['step']}"} | {name: row.get(name) for name in METRICS}
+        {"variant": f"step {row['step']}", "value": row.get("choices_differ")}
+        | {name: row.get(name) for name in METRICS}
         for row in run.rl
     ]
     print(*rows, sep="\n")
-    found = [row["choices_differ"] for row in rows if row["mismatch_kl_same_weights"] is not None]
+    found = [row["value"] for row in rows if row["mismatch_kl_same_weights"] is not None]
     if len(rows) < STEPS or not found or None in found:
         raise SystemExit("error: a step has no compared keys; read the logs in long_choices_run")
     record(
