@@ -124,7 +124,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
-    bind_s: float = 60.0  # wait until a previous keeper (perhaps hashing) frees the port
+    bind_s: float = 60.0  # time limit for a previous keeper to free the port (it may be hashing)
 
 
 class SnapshotKeeper:

@@ -90,7 +90,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the running exchange if `site_id` has not reported."""
+        """Return the running exchange if member `site_id` has not reported in it, or None."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)

@@ -90,7 +90,7 @@ class OuterState:
         return other
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the digest of θ and m as if `step` had updated `fragment`."""
+        """Return the digest that θ and m would have after `step` updates `fragment`."""
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
                 self._digests[other] = self._digest(no_step, other)

@@ -1,6 +1,6 @@
 """Record the nodes, code, software, outputs and metrics of every stage in `receipt.json`.
 
-- If an attempt's launcher died, its state is `unrecorded`.
+- An attempt is `unrecorded` if its launcher died before it recorded the end.
 - A receipt has no environment variables, absolute paths or secrets.
 """
 

@@ -451,7 +451,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
 
 
 def _bound(before: Manifest, after: Manifest) -> tuple[str, ...]:
-    """Return the fields under FREE that affect learning and may not differ."""
+    """Return the exceptions to FREE: fields that may not differ, because they affect learning."""
     sft, elastic, found = after.stages.sft, after.trainer.elastic, list(BOUND)
     if sft is not None and before.max_text_tokens != after.max_text_tokens:
         data = (sft.data, sft.validation.data) if sft.validation else (sft.data,)

@@ -201,7 +201,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Log-probs may be wrong until the canary check.
+            # An engine's log-probs may be wrong until it passes the canary check.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)

@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # for steps that compile or connect ranks, or run on one rank
+WARM_UP_STALL_S = 600.0  # for compilation, for connecting ranks, and for a single rank
 IO_STALL_S = 300.0  # for each tensor or file on a shared file system
 
 

@@ -43,7 +43,7 @@ INDEXER_SHARE = 0.89  # FP8 scores, and the choice of keys
 # Shares of the FP8 rate and of memory bandwidth, from benchmarks/trainer/fp8_layers.json
 FP8_GRADIENT_SHARE = 0.7  # weight gradients, with blocks of 1 × 128 in both operands
 FP8_EXPERTS_SHARES = 0.9, 0.36  # products of experts, and their weight gradients
-QUANTIZATION_SHARE = 0.6  # quantization of activations by rows and columns
+QUANTIZATION_SHARE = 0.6  # bandwidth share of quantizing activations by rows and by columns
 EXPERT_WAIT_S = 7e-3  # the host's wait for an exchange's lengths, per MoE block and micro-batch
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
 HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host

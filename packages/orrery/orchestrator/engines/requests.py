@@ -2,8 +2,8 @@
 
 - `SharedRequests` saves CPU time: calls with equal `share` that begin in one pass of the event loop
   become one request, which is aborted once no call waits for it.
-- `EngineChoice` chooses the rank that must compute the fewest prompt tokens for the new request and
-  the rank's requests in flight. It estimates cache contents from the requests sent to each rank.
+- `EngineChoice` chooses the rank with the lowest load, the new request included. Load: uncached
+  prompt tokens of requests in flight. A rank's cache is estimated from the requests sent to it.
 """
 
 import asyncio

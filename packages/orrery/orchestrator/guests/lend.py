@@ -210,7 +210,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # after a lease, the run's engines draw the samples
+                continue  # drop these answers: the run's own engines draw the samples
 
     def _cancel(self, ids: Sequence[str]) -> None:
         for each in ids:

@@ -371,7 +371,7 @@ class DeepEpExchange(nn.Module):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _count_chunks(self, x_TD: Tensor) -> int:
-        """Return the chunks of the rank with most tokens, because chunks are collectives."""
+        """Return the number of chunks, equal on all ranks because each chunk is a collective."""
         if self.chunk_tokens is None:
             return 1
         if (count := blocks.recall()) is None:

@@ -23,7 +23,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # allows views of slices in all dtypes
+ALIGNMENT_BYTES = 16  # so that a slice's bytes can be viewed as any dtype
 PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket waste little space
 
 
