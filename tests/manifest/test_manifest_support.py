@@ -145,6 +145,12 @@ MESHES = [
         "trainer.mesh.ep_backend to 'torch'",
     ),
     (
+        "reverse_text_moe",
+        {"dp_shard": 2, "ep_chunks": 2},
+        "trainer.mesh.ep_chunks 2 with ep 1 and ep_backend 'torch': only the torch backend "
+        "exchanges tokens in chunks beside products; set trainer.mesh.ep_chunks to 1",
+    ),
+    (
         "reverse_text",
         {"cp": 3},
         "trainer.mesh.cp 3: 8 query heads and 4 key heads do not divide among as many ranks; "

@@ -175,6 +175,7 @@ CASES = {
     "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM, "trainer": BALANCED},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},
+    "mixture_fsdp2_ep2_chunks": {"mesh": {**MESHES["fsdp2_ep2"], "ep_chunks": 2}, "model": MIXTURE},
     # Memory options on layouts, some beside adapters.
     "mixture_hsdp_ep2_reducing": {
         "mesh": MESHES["hsdp_ep2"],

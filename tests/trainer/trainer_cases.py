@@ -209,7 +209,9 @@ def write_start_weights(spec: Manifest, folder: Path) -> Path:
 def make_learner(spec: Manifest, start: Path, world: World | None = None) -> Learner:
     world = world or World(0, 1, torch.device("cpu"), None)
     policy = load_policy(spec.model, spec.trainer, world, start)
-    return Learner(policy, world, spec.trainer, spec.trainer.optimizer, spec.trainer.max_grad_norm)
+    trainer = spec.trainer
+    arguments = trainer, trainer.optimizer, trainer.max_grad_norm
+    return Learner(policy, world, *arguments, replays_routes=True)
 
 
 def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:

@@ -79,7 +79,9 @@ def assemble_learner(
 ) -> Learner:
     ctx.health.doing("loading weights", still_s=io_stall_s(world.size))
     policy = load_policy(ctx.manifest.model, ctx.manifest.trainer, world, start)
-    learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
+    replays_routes = ctx.stage == "rl" and ctx.manifest.transport.routed_experts
+    arguments = ctx.manifest.trainer, optimizer, max_grad_norm, replays_routes
+    learner = Learner(policy, world, *arguments)
     if ctx.manifest.trainer.lora is not None:
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:

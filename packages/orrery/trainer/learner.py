@@ -23,7 +23,8 @@ from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.loss import COMPONENTS, StepSums, loss
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.optim.optimizer import stream_state
-from orrery.trainer.parallel import blocks, context_parallel, expert_parallel
+from orrery.trainer.parallel import blocks, context_parallel
+from orrery.trainer.parallel.expert_parallel import ExchangePlan
 from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import (
@@ -182,7 +183,10 @@ class StepResult:
 
 
 class Learner:
-    """Train a policy. `step` counts optimizer steps, and is the weights' version."""
+    """Train a policy. `step` counts optimizer steps, and is the weights' version.
+
+    `replays_routes`: batches hold the engines' routes.
+    """
 
     def __init__(
         self,
@@ -191,6 +195,7 @@ class Learner:
         trainer: Trainer,
         optimizer: Optimizer,
         max_grad_norm: float,
+        replays_routes: bool = False,
     ):
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
@@ -203,6 +208,7 @@ class Learner:
                 are_sampled=trainer.indexer_choice == "compare",
             )
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
+        self.exchange_plan = ExchangePlan(policy, world.device) if replays_routes else None
         memory = trainer.memory
         away = memory.optimizer_offload, memory.optimizer_offload_resident
         self.optimizer = make_optimizer(policy, optimizer, *away)
@@ -317,7 +323,8 @@ class Learner:
     def _micro_batch(self, columns: Columns) -> MicroBatch:
         replayed = self.route_shape, self.sent_keys
         batch = micro_batch(columns, self.step + 1, self.world.device, self.shard, *replayed)
-        expert_parallel.plan_exchanges(self.policy, batch.routed_experts)
+        if self.exchange_plan is not None:
+            self.exchange_plan.set(batch.routed_experts)
         return batch
 
     def _accumulate(

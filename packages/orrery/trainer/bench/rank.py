@@ -155,7 +155,9 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
         for _, adapter in lora.adapters(policy.network):
             for weight in (adapter.a, adapter.b):  # products of zeros would run faster
                 local_tensor(weight).normal_(std=STD)
-    return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
+    replays_routes = request.options.routing == "balanced"
+    arguments = trainer, trainer.optimizer, trainer.max_grad_norm, replays_routes
+    return Learner(policy, world, *arguments)
 
 
 def timed_steps(

@@ -7,7 +7,6 @@ tokens.
     E: experts, D: hidden size, N: all ranks' tokens that use this rank's experts
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -30,9 +29,9 @@ from orrery.kernels.expert_rows import (
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Trainer
 from orrery.models import expert_modules
-from orrery.models.layers import Experts, MixtureOfExperts
+from orrery.models.layers import Experts, MixtureOfExperts, count_tokens
 from orrery.trainer.parallel import blocks
-from orrery.trainer.parallel.world import RowTransfer, World, end_transfer, start_transfer
+from orrery.trainer.parallel.world import RowTransfer, World, receive, send
 from orrery.trainer.policy import Policy
 
 KINDS = ("torch", "deepep")
@@ -132,7 +131,7 @@ class TorchExchange(nn.Module):
     def __init__(self, group: dist.ProcessGroup, num_experts: int, num_chunks: int = 1) -> None:
         super().__init__()
         self.group, self.num_experts, self.num_chunks = group, num_experts, num_chunks
-        self.known: list[ExchangeLengths] | None = None  # of each chunk, see `plan_exchanges`
+        self.known: list[ExchangeLengths] | None = None  # of each chunk, see `ExchangePlan`
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
@@ -147,20 +146,30 @@ class TorchExchange(nn.Module):
         chunks = [
             _Chunk(self, each, *tensors) for each, tensors in zip(lengths, inputs, strict=True)
         ]
-        started = [chunk.start_dispatch() for chunk in chunks]
-        pending = experts.forward_chunks(
-            started,
-            [chunk.end_dispatch for chunk in chunks],
-            [chunk.start_return for chunk in chunks],
+        sent = [chunk.send_rows() for chunk in chunks]
+        returned = experts.forward_chunks(
+            sent,
+            [chunk.receive_rows for chunk in chunks],
+            [chunk.send_results for chunk in chunks],
         )
-        outs = [chunk.end_return(y_MD) for chunk, y_MD in zip(chunks, pending, strict=True)]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return _joined(
+            [chunk.receive_results(each) for chunk, each in zip(chunks, returned, strict=True)]
+        )
 
     def split(self, tensor: Tensor) -> Sequence[Tensor]:
-        if self.num_chunks == 1:
-            return [tensor]
-        ends = [len(tensor) * index // self.num_chunks for index in range(self.num_chunks + 1)]
-        return tensor.split([end - start for start, end in itertools.pairwise(ends)])
+        return _split(
+            tensor, [len(tensor) * end // self.num_chunks for end in range(1, self.num_chunks + 1)]
+        )
+
+
+def _split(tensor: Tensor, ends: Sequence[int]) -> Sequence[Tensor]:
+    if len(ends) == 1:
+        return [tensor]
+    return tensor.split([end - start for start, end in zip((0, *ends), ends, strict=False)])
+
+
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
 
 
 class _Chunk:
@@ -180,30 +189,28 @@ class _Chunk:
         self._ids, self._there = (RowTransfer(exchange.group, *counts) for _ in range(2))
         self._back = RowTransfer(exchange.group, *reversed(counts))
 
-    def start_dispatch(self) -> tuple[Tensor, ...]:
-        """Return tensors that will hold the rows [N, D] and scores [N, K] of arriving tokens."""
+    def send_rows(self) -> tuple[Tensor]:
+        """Return the ticket of rows [N, D] and scores [N, K] of arriving tokens."""
         rank_TK, expert_TK = self._expert_TK // self._num_local, self._expert_TK
         self._rows, is_token_M = _rows_by_rank(rank_TK, self._lengths)
         token_M = self._rows.row_M // expert_TK.shape[1]
         to_M = rank_TK.flatten()[self._rows.row_M]
         is_there_MK = (rank_TK[token_M] == to_M[:, None]) & is_token_M[:, None]
         local_MK = expert_TK[token_M] - self._num_local * to_M[:, None]
-        self._ids.start([torch.where(is_there_MK, local_MK, -1)])
+        self._ids.begin([torch.where(is_there_MK, local_MK, -1)])
         x_MD, score_MK = (gather_rows(each, self._rows) for each in (self._x_TD, self._score_TK))
-        return start_transfer(self._there, x_MD, torch.where(is_there_MK, score_MK, 0))
+        return (send(self._there, x_MD, torch.where(is_there_MK, score_MK, 0)),)
 
-    def end_dispatch(
-        self, x_ND: Tensor, score_NK: Tensor, block: int
-    ) -> tuple[Tensor, Tensor, RowOrder]:
-        (expert_NK,) = self._ids.wait()
-        x_ND, score_NK = end_transfer(self._there, x_ND, score_NK)
+    def receive_rows(self, ticket: Tensor, block: int) -> tuple[Tensor, Tensor, RowOrder]:
+        (expert_NK,) = self._ids.end()
+        x_ND, score_NK = receive(self._there, ticket)
         return x_ND, score_NK, _rows(expert_NK, self._num_local, self._lengths.num_rows, block)
 
-    def start_return(self, y_ND: Tensor) -> Tensor:
-        return start_transfer(self._back, y_ND)[0]
+    def send_results(self, y_ND: Tensor) -> Tensor:
+        return send(self._back, y_ND)
 
-    def end_return(self, y_MD: Tensor) -> Tensor:
-        (y_MD,) = end_transfer(self._back, y_MD)
+    def receive_results(self, ticket: Tensor) -> Tensor:
+        (y_MD,) = receive(self._back, ticket)
         return combine_rows(y_MD, self._rows)
 
 
@@ -230,33 +237,33 @@ UNKNOWN = 1 << 40  # number of missing routes that says: exchange the lengths in
 MAX_MISSING = 0.25  # share of tokens without a route, because each travels to all ranks
 
 
-def plan_exchanges(policy: Policy, routes_TLK: Tensor | None) -> None:
-    """Exchange all layers' lengths at once, so that the host does not wait for them in each layer.
+class ExchangePlan:
+    """Exchange all layers' lengths at once, so that the host does not wait in each layer."""
 
-    Tokens without a route count for each rank and expert. Without routes, or with too few, each
-    layer exchanges its own lengths. A collective of ranks along `ep`.
-    """
-    layers = [
-        module
-        for module in policy.network.modules()
-        if isinstance(module, MixtureOfExperts) and isinstance(module.exchange, TorchExchange)
-    ]
-    if not layers:
-        return
-    first = layers[0].exchange
-    assert isinstance(first, TorchExchange)
-    if routes_TLK is None:
-        missing = torch.full((1, 1), -1, device=layers[0].gate.weight.device)
-        ids: list[Tensor] = [missing] * (len(layers) * first.num_chunks)
-    else:
-        ids = [chunk for layer in routes_TLK.unbind(1) for chunk in first.split(layer)]
-    assert len(ids) == len(layers) * first.num_chunks, "routes of another number of layers"
-    block = layers[0].experts.row_block
-    found = agree_on_lengths(ids, first.num_experts, first.group, block)
-    each = iter(found or ())
-    for layer in layers:
-        known = list(itertools.islice(each, first.num_chunks))
-        layer.exchange.known = known or None  # type: ignore[assignment]
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        modules = policy.network.modules()
+        layers = [each for each in modules if isinstance(each, MixtureOfExperts)]
+        exchanges = [layer.exchange for layer in layers]
+        self._exchanges = [each for each in exchanges if isinstance(each, TorchExchange)]
+        self._row_block = layers[0].experts.row_block if layers else 1
+        self._missing_TK = torch.full((1, 1), -1, device=device)
+
+    def set(self, routes_TLK: Tensor | None) -> None:
+        """Exchange the next micro-batch's lengths. A collective of ranks along `ep`.
+
+        A token without a route counts for each rank and expert. Without routes, or with too few,
+        each layer exchanges its own lengths.
+        """
+        if not self._exchanges:
+            return
+        first, layers = self._exchanges[0], [self._missing_TK] * len(self._exchanges)
+        if routes_TLK is not None:
+            layers = list(routes_TLK.unbind(1))
+        ids = [chunk for layer in layers for chunk in first.split(layer)]
+        found = agree_on_lengths(ids, first.num_experts, first.group, self._row_block)
+        for index, exchange in enumerate(self._exchanges):
+            start = index * first.num_chunks
+            exchange.known = found and found[start : start + first.num_chunks]
 
 
 def agree_on_lengths(
@@ -272,7 +279,7 @@ def agree_on_lengths(
     arriving = torch.empty_like(sent)
     dist.all_to_all_single(arriving, sent, group=group)
     columns = sent[:, :, 0].T, arriving[:, :, 0].T, arriving[:, :, 1:].sum(0)
-    numbers = HostLengths(torch.cat(columns, 1)).wait()
+    numbers = torch.cat(columns, 1).tolist()
     if any(row[2 * size] >= UNKNOWN for row in numbers):
         return None
     return [
@@ -291,8 +298,7 @@ def _count(expert_TK: Tensor, num_experts: int, size: int) -> Tensor:
     expert_TK = expert_TK.long()
     is_id_TK = (expert_TK >= 0) & (expert_TK < num_experts)
     expert_TK = torch.where(is_id_TK, expert_TK, num_experts)
-    slots_E = expert_TK.new_zeros(num_experts + 1)
-    slots_E.scatter_add_(0, expert_TK.flatten(), torch.ones_like(expert_TK.flatten()))
+    slots_E = count_tokens(expert_TK, num_experts + 1, None)
     is_sent_TR = is_id_TK.new_zeros(len(expert_TK), size + 1)
     is_sent_TR.scatter_(1, expert_TK // (num_experts // size), True)
     missing = (~is_id_TK).any(1).sum()
@@ -312,24 +318,6 @@ def _padded(counts: Sequence[int], block: int, missing: int = 0, top_k: int = 0)
         return most
     slots = sum(counts) + missing * top_k + len(counts) * (block - 1)
     return min(most, (slots + block - 1) // block * block)
-
-
-class HostLengths:
-    def __init__(self, numbers: Tensor) -> None:
-        self._event = None
-        if numbers.is_cuda:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers = host.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._numbers = numbers
-
-    def wait(self) -> Any:
-        """Return the numbers as a list."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._numbers.tolist()
 
 
 class DeepEpExchange(nn.Module):
@@ -366,9 +354,9 @@ class DeepEpExchange(nn.Module):
         outs = experts.forward_chunks(
             [(x_ND, score_NK) for x_ND, score_NK, *_ in sent],
             [partial(self._order, expert_NK, counts) for _, _, expert_NK, counts, _ in sent],
-            [partial(_combine, buffer, handle) for *_, handle in sent],
+            [partial(_DeepEpCombine.apply, buffer, handle) for *_, handle in sent],
         )
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return _joined(outs)
 
     def _count_chunks(self, x_TD: Tensor) -> int:
         """Return the number of chunks, equal on all ranks because each chunk is a collective."""
@@ -381,10 +369,8 @@ class DeepEpExchange(nn.Module):
         return count
 
     def _split(self, tensor: Tensor, count: int) -> Sequence[Tensor]:
-        if self.chunk_tokens is None:
-            return [tensor]
-        ends = [min(index * self.chunk_tokens, len(tensor)) for index in range(count + 1)]
-        return tensor.split([end - start for start, end in itertools.pairwise(ends)])
+        size = self.chunk_tokens or len(tensor)
+        return _split(tensor, [min(end * size, len(tensor)) for end in range(1, count + 1)])
 
     def _order(
         self,
@@ -457,13 +443,9 @@ class _DeepEpDispatch(torch.autograd.Function):
         return grad_x_TD, grad_score_TK, None, None, None
 
 
-def _combine(buffer: Any, handle: Any, y_ND: Tensor) -> Tensor:
-    return _DeepEpCombine.apply(y_ND, buffer, handle)
-
-
 class _DeepEpCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, buffer: Any, handle: Any) -> Tensor:
+    def forward(ctx: Any, buffer: Any, handle: Any, y_ND: Tensor) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle
         out_TD, _, _event = buffer.combine(y_ND.contiguous(), handle)
         return out_TD
@@ -472,4 +454,4 @@ class _DeepEpCombine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         grad_ND, *_ = ctx.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)
-        return grad_ND, None, None
+        return None, None, grad_ND

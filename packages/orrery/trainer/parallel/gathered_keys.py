@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from orrery.kernels.attention import Documents
 from orrery.models.latent_attention import LocalKeys
 from orrery.trainer.parallel import blocks
+from orrery.trainer.parallel.world import receive, send
 
 
 class KeyOrder(NamedTuple):
@@ -113,12 +113,12 @@ class GatheredKeys(LocalKeys):
         if (order := _orders.get(documents)) is None:
             sizes = keys[0].shape[0], self.group.size(), self.group.rank()
             order = _orders[documents] = KeyOrder.of(documents, *sizes, is_latent)
-        transfer = _Transfer(self.group, order, keys, blocks.recall())
-        return transfer, _Send.apply(transfer, *keys)
+        transfer = _KeyTransfer(self.group, order, keys, blocks.recall())
+        return transfer, send(transfer, *keys)
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
         transfer, ticket = sent
-        received = _Receive.apply(transfer, ticket)
+        received = receive(transfer, ticket)
         kept = (
             x.detach() for x, is_read in zip(received, transfer.read_again, strict=True) if is_read
         )
@@ -134,7 +134,7 @@ class GatheredKeys(LocalKeys):
         return _orders[documents].queries, _orders[documents].keys
 
 
-class _Transfer:
+class _KeyTransfer:
     """Gather one layer's keys, and send gradients back.
 
     `known`: None in a forward pass. In recomputation, the stored keys, or () to gather again.
@@ -148,7 +148,7 @@ class _Transfer:
         known: tuple[Tensor, ...] | None,
     ) -> None:
         self.group, self.order, self.known = group, order, known
-        self.is_trained = [key.requires_grad for key in keys]
+        self.is_trained: Sequence[bool] = [key.requires_grad for key in keys]
         self.read_again = [True, *self.is_trained[1:]]
         self.widths = [key.shape[1] for key in keys]
 
@@ -200,37 +200,3 @@ class _Transfer:
         gradients = iter(total.to(first.dtype).split(widths, dim=1))
         del self.work, self.arriving
         return [next(gradients) if trains else None for trains in self.is_trained]
-
-
-class _Send(torch.autograd.Function):
-    """Begin the all-gather of keys. Return a scalar zero, the ticket, for `_Receive`.
-
-    The ticket links both in autograd: `_Receive`'s backward pass runs before this one's.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, transfer: _Transfer, *keys: Tensor) -> Tensor:
-        ctx.transfer = transfer
-        transfer.begin(keys)
-        return keys[0].new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.transfer.end_back()
-
-
-class _Receive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, transfer: _Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfer = transfer
-        keys = transfer.end()
-        untrained = zip(keys, transfer.is_trained, strict=True)
-        ctx.mark_non_differentiable(*(key for key, trains in untrained if not trains))
-        return keys
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        ctx.transfer.begin_back(gradients)
-        return None, gradients[0].new_zeros(())

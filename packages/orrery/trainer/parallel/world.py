@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -197,11 +197,70 @@ def destroy_world(world: World) -> None:
         dist.destroy_process_group()
 
 
+class Transfer(Protocol):
+    """A collective that runs beside computation, and one that returns the gradients.
+
+    `is_trained`: which results get gradients.
+    """
+
+    is_trained: Sequence[bool]
+
+    def begin(self, tensors: Sequence[Tensor]) -> None: ...
+
+    def end(self) -> tuple[Tensor, ...]: ...
+
+    def begin_back(self, gradients: Sequence[Tensor]) -> None: ...
+
+    def end_back(self) -> Sequence[Tensor | None]:
+        """Return the gradients of `begin`'s tensors."""
+
+
+def send(transfer: Transfer, *tensors: Tensor) -> Tensor:
+    """Begin the transfer of `tensors`. Return a scalar zero, the ticket, for `receive`.
+
+    The ticket links both in autograd: `receive`'s backward pass runs before this one's.
+    """
+    return _Send.apply(transfer, *tensors)
+
+
+def receive(transfer: Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
+    return _Receive.apply(transfer, ticket)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, *tensors: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.begin(tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.transfer.end_back()
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        results = transfer.end()
+        untrained = zip(results, transfer.is_trained, strict=True)
+        ctx.mark_non_differentiable(*(x for x, trains in untrained if not trains))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        ctx.transfer.begin_back(gradients)
+        return None, gradients[0].new_zeros(())
+
+
 class RowTransfer:
-    """An all-to-all of tensors' rows that runs beside computation.
+    """An all-to-all of tensors' rows, in rank order.
 
     Rank r of `group` gets `sent[r]` rows of each tensor, and sends `arriving[r]` rows here. By
-    default, all counts are equal. Results are in rank order.
+    default, all counts are equal.
     """
 
     def __init__(
@@ -211,14 +270,29 @@ class RowTransfer:
         arriving: list[int] | None = None,
     ) -> None:
         self._group, self._sent, self._arriving = group, sent, arriving
+        self.is_trained: Sequence[bool] = ()
         self._results: list[Tensor] = []
         self._works: list[dist.Work] = []
 
-    def start(self, tensors: Sequence[Tensor], is_return: bool = False) -> tuple[Tensor, ...]:
-        """Return tensors that hold the results after `wait`. `is_return` swaps the counts."""
-        sent, arriving = self._sent, self._arriving
-        if is_return:
-            sent, arriving = arriving, sent
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        self.is_trained = [True] * len(tensors)
+        self._begin(tensors, self._sent, self._arriving)
+
+    def end(self) -> tuple[Tensor, ...]:
+        for work in self._works:
+            work.wait()
+        results, self._results, self._works = self._results, [], []
+        return tuple(results)
+
+    def begin_back(self, gradients: Sequence[Tensor]) -> None:
+        self._begin(gradients, self._arriving, self._sent)
+
+    def end_back(self) -> tuple[Tensor, ...]:
+        return self.end()
+
+    def _begin(
+        self, tensors: Sequence[Tensor], sent: list[int] | None, arriving: list[int] | None
+    ) -> None:
         num_rows = None if arriving is None else sum(arriving)
         self._results = [
             x.new_empty(x.shape[0] if num_rows is None else num_rows, *x.shape[1:]) for x in tensors
@@ -229,13 +303,6 @@ class RowTransfer:
             )
             for into, x in zip(self._results, tensors, strict=True)
         ]
-        return tuple(self._results)
-
-    def wait(self) -> tuple[Tensor, ...]:
-        for work in self._works:
-            work.wait()
-        results, self._results, self._works = self._results, [], []
-        return tuple(results)
 
 
 def all_to_all(
@@ -246,47 +313,8 @@ def all_to_all(
 ) -> tuple[Tensor, ...]:
     """Return the received rows. See `RowTransfer`."""
     transfer = RowTransfer(group, sent, arriving)
-    transfer.start(tensors)
-    return transfer.wait()
-
-
-def start_transfer(transfer: RowTransfer, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Start an all-to-all. `end_transfer` returns its differentiable results.
-
-    The backward pass sends the gradients back. They travel from `end_transfer`'s backward step to
-    the one of `start_transfer`.
-    """
-    return _Start.apply(transfer, *tensors)
-
-
-def end_transfer(transfer: RowTransfer, *pending: Tensor) -> tuple[Tensor, ...]:
-    return _End.apply(transfer, *pending)
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, transfer: RowTransfer, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfer = transfer
-        return transfer.start(tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.transfer.wait()
-
-
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, transfer: RowTransfer, *pending: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfer = transfer
-        transfer.wait()
-        return tuple(x.view_as(x) for x in pending)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.transfer.start(gradients, is_return=True)
-        return None, *gradients  # `_Start.backward` returns the received ones
+    transfer.begin(tensors)
+    return transfer.end()
 
 
 Exchange = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
