@@ -10,27 +10,20 @@
     python benchmarks/async/fp8_learning.py --check                 # the manifests only
 """
 
-import json
 import statistics
 import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from glm5 import keep_runs, run_stages
 from learning import curve
-from shapes import for_this_machine
+from made_runs import find_or_make_runs, parser_for_runs
+from shapes import checked_in
 
-from orrery.manifest.schema import Manifest
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, parser_of, record
-from workspace import whole_workspace
+from record import record
 
-HERE = Path(__file__).resolve().parent
 TASKS, KINDS, SEEDS = ("reverse_text", "calculator"), ("bfloat16", "fp8"), (1, 2, 3)
 CACHE_BYTES = 4 << 30  # of each engine, because several share the GPU
 
@@ -40,13 +33,11 @@ def name_of(task: str, kind: str, seed: int) -> str:
 
 
 def manifest_of(task: str, kind: str, seed: int) -> dict[str, Any]:
-    def read(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / f"manifests/{name}.json").read_text())
-
     middle = "" if kind == "bfloat16" else "fp8_"
-    run = read(f"reverse_text_h200_{middle}seed_{seed}")
+    run = checked_in(f"reverse_text_h200_{middle}seed_{seed}")
     if task == "calculator":
-        run |= {field: read("calculator")[field] for field in ("tasks", "stages", "orchestrator")}
+        other = checked_in("calculator")
+        run |= {field: other[field] for field in ("tasks", "stages", "orchestrator")}
         for each in run["tasks"]["train"]:
             each["seed"] += 100 * seed
     run["name"] = name_of(task, kind, seed)
@@ -67,28 +58,13 @@ def rewards(runs: Path, task: str, kind: str) -> list[float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--check", action="store_true", help="validate the manifests; no GPU")
-    parser.add_argument("--runs", type=Path, metavar="DIR")
+    parser = parser_for_runs(__doc__, within_s=540.0)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--parallel", type=int, default=4)
-    parser.add_argument("--within", type=float, default=540.0, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
     each = [(task, kind, seed) for task in options.tasks for kind in KINDS for seed in SEEDS]
     manifests = [manifest_of(*one) for one in each]
-    if options.check:
-        print(*(Manifest.model_validate(manifest).name for manifest in manifests), sep="\n")
-        return
-    runs = options.runs
-    if runs is None:
-        folder = whole_workspace(Path(tempfile.mkdtemp()), *map(for_this_machine, manifests))
-        runs, until_s = folder / "runs", time.monotonic() + options.within
-        try:
-            with ThreadPoolExecutor(options.parallel) as pool:
-                list(pool.map(lambda one: run_stages(folder, until_s, [name_of(*one)]), each))
-        finally:
-            keep_runs(folder, options.out / "fp8_learning_runs.tar.gz")
+    runs = find_or_make_runs(options, "fp8_learning", manifests, options.parallel)
     rows = []
     for task in options.tasks:
         found = {kind: rewards(runs, task, kind) for kind in KINDS}

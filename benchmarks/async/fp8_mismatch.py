@@ -8,24 +8,19 @@ layers in FP8. A row's KL is the mean over steps. All tokens are sampled by the 
     python benchmarks/async/fp8_mismatch.py --check                 # the manifests only
 """
 
-import json
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from glm5 import keep_runs, mean_of, run_stages
-from shapes import for_this_machine
+from glm5 import mean_of
+from made_runs import find_or_make_runs, parser_for_runs
+from shapes import checked_in
 
-from orrery.manifest.schema import Manifest
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, parser_of, record
-from workspace import whole_workspace
+from record import record
 
-HERE = Path(__file__).resolve().parent
 BOTH, ENGINE, NONE = "FP8 in both", "FP8 in the engine", "bfloat16 in both"
 KINDS = {  # quantization of engines, FP8 layers of the model
     BOTH: ("fp8", ["attention", "feed_forward"]),
@@ -40,12 +35,9 @@ def name_of(kind: str) -> str:
 
 
 def manifest_of(kind: str) -> dict[str, Any]:
-    def read(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / f"manifests/{name}.json").read_text())
-
-    run, quantization = read("asynchrony_h200_1_synchronous"), KINDS[kind][0]
+    run, quantization = checked_in("asynchrony_h200_1_synchronous"), KINDS[kind][0]
     run["name"] = name_of(kind)
-    run["model"] = read("asynchrony_h200_2")["model"] | {"fp8": KINDS[kind][1]}
+    run["model"] = checked_in("asynchrony_h200_2")["model"] | {"fp8": KINDS[kind][1]}
     run["inference"] |= {"quantization": quantization, "enforce_eager": True}
     run["trainer"]["compile"] = False
     run["trainer"]["memory"]["activation_checkpointing"] = {"kind": "full"}
@@ -61,24 +53,8 @@ def manifest_of(kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--check", action="store_true", help="validate the manifests; no GPU")
-    parser.add_argument("--runs", type=Path, metavar="DIR")
-    parser.add_argument("--within", type=float, default=480.0, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
-    options = parser.parse_args()
-    manifests = [manifest_of(kind) for kind in KINDS]
-    if options.check:
-        print(*(Manifest.model_validate(manifest).name for manifest in manifests), sep="\n")
-        return
-    runs = options.runs
-    if runs is None:
-        folder = whole_workspace(Path(tempfile.mkdtemp()), *map(for_this_machine, manifests))
-        runs, names = folder / "runs", [manifest["name"] for manifest in manifests]
-        try:
-            run_stages(folder, time.monotonic() + options.within, names, ("init", "rl"))
-        finally:
-            keep_runs(folder, options.out / "fp8_mismatch_runs.tar.gz")
+    options = parser_for_runs(__doc__, within_s=480.0).parse_args()
+    runs = find_or_make_runs(options, "fp8_mismatch", [manifest_of(kind) for kind in KINDS])
     rows = []
     for kind in KINDS:
         found = sorted(runs.glob(f"{name_of(kind)}-????????????"))

@@ -13,13 +13,7 @@
   runs end after `--within` seconds. `--out` gets logs and metrics, also of failures.
 """
 
-import subprocess
 import sys
-import tarfile
-import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,73 +21,19 @@ import matplotlib
 
 matplotlib.use("Agg")
 from learning import curve
+from made_runs import make_runs
 from matplotlib import pyplot
-from shapes import manifest_here
+from shapes import checked_in
 
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import parser_of, record
-from workspace import whole_workspace
 
 HERE = Path(__file__).resolve().parent
 RUN, SEEDS, STEPS = "glm5_reverse_text", (1, 2, 3), 8
 KINDS = {"replay": f"{RUN}_seed_1", "own choice": f"{RUN}_compare", "dense": f"{RUN}_dense"}
 GOAL, MOST_BEFORE, KL_GOAL = 0.9, 0.4, 1.2
-
-
-def run_stages(
-    folder: Path,
-    until_s: float,
-    names: Sequence[str],
-    stages: Sequence[str] = ("init", "sft", "rl"),
-) -> None:
-    """Run the stages of runs, one after the other, and print how each ended."""
-    for name in names:
-        for stage in stages:
-            begin_s = time.monotonic()
-            argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
-            log = folder / f"{name}.{stage}.log"
-            with log.open("w") as file:
-                process = subprocess.Popen(
-                    argv, cwd=folder, stdout=file, stderr=subprocess.STDOUT, text=True
-                )
-                try:
-                    code: int | str = process.wait(timeout=max(0.0, until_s - begin_s))
-                except subprocess.TimeoutExpired:
-                    process.terminate()  # the launcher then ends its roles
-                    process.wait()
-                    code = "out of time"
-            print(f"{name} {stage}: {code} after {time.monotonic() - begin_s:.0f} s", flush=True)
-            if code != 0:
-                print("\n".join(log.read_text().splitlines()[-12:])[-3000:], flush=True)
-                break
-
-
-def make_runs(seed: int, is_alone: bool, within_s: float, out: Path) -> Path:
-    """Make the runs in a new folder and return it. Write logs and metrics to `out`."""
-    until_s = time.monotonic() + within_s
-    names = [f"{RUN}_seed_{seed}", KINDS["own choice"], KINDS["dense"]]
-    folder = whole_workspace(Path(tempfile.mkdtemp()), *map(manifest_here, names))
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            parts = [names[:1]] if is_alone else [names[:1], names[1:]]
-            list(pool.map(lambda some: run_stages(folder, until_s, some), parts))
-    finally:
-        keep_runs(folder, out / "glm5_runs.tar.gz")
-    return folder / "runs"
-
-
-def keep_runs(folder: Path, path: Path) -> None:
-    """Write logs and runs of a workspace without weights to the archive `path`."""
-    with tarfile.open(path, "w:gz") as tar:
-        for each in [*folder.glob("*.log"), *folder.glob("runs/*")]:
-            tar.add(each, each.name, filter=small)
-
-
-def small(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    left_out = {"weights", "checkpoints", "rollouts", "kernels"}
-    return None if left_out & set(Path(entry.name).parts) else entry
 
 
 def found_run(name: str, runs: Path) -> RunData | None:
@@ -170,7 +110,12 @@ def main() -> None:
     parser.add_argument("--within", type=float, default=330.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
-    runs = options.runs or make_runs(options.seed, options.alone, options.within, options.out)
+    runs = options.runs
+    if runs is None:
+        made = [f"{RUN}_seed_{options.seed}"]
+        made += [] if options.alone else [KINDS["own choice"], KINDS["dense"]]
+        archive = options.out / "glm5_runs.tar.gz"
+        runs = make_runs([*map(checked_in, made)], options.within, archive, parallel=2)
     of_seed = {seed: f"{RUN}_seed_{seed}" for seed in SEEDS}
     names = dict.fromkeys([*of_seed.values(), *KINDS.values()])
     found = {name: run for name in names if (run := found_run(name, runs)) is not None}

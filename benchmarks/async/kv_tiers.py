@@ -12,32 +12,24 @@ or on disk. The trainer replays all routes, so `routes_missing` must be 0.
 
 import json
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from glm5 import keep_runs, run_stages
-from shapes import for_this_machine
+from made_runs import find_or_make_runs, parser_for_runs
+from shapes import checked_in
 
-from orrery.manifest.schema import Manifest
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, parser_of, record
-from workspace import whole_workspace
+from record import record
 
-HERE = Path(__file__).resolve().parent
 NAME, GOAL = "kv_tiers", 0.3
 CACHE_BYTES = 1 << 20  # in bfloat16. `calculator_kv_tiers` has twice as many in float32
 
 
 def manifest_of(is_cpu: bool) -> dict[str, Any]:
-    def read(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / f"manifests/{name}.json").read_text())
-
-    tiers, mixture = read("calculator_kv_tiers"), read("reverse_text_moe")
-    run = tiers if is_cpu else read("reverse_text_h200_seed_1")
+    tiers, mixture = checked_in("calculator_kv_tiers"), checked_in("reverse_text_moe")
+    run = tiers if is_cpu else checked_in("reverse_text_h200_seed_1")
     run |= {field: tiers[field] for field in ("tasks", "stages", "orchestrator")}
     run |= {"name": NAME, "model": mixture["model"]}
     run["inference"]["kv_offload"] = tiers["inference"]["kv_offload"]
@@ -59,25 +51,10 @@ def engine_totals(run: RunData) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--check", action="store_true", help="validate the manifest only")
+    parser = parser_for_runs(__doc__, within_s=300.0)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--runs", type=Path, metavar="DIR")
-    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
-    manifest = manifest_of(options.cpu)
-    if options.check:
-        print(Manifest.model_validate(manifest).name)
-        return
-    runs = options.runs
-    if runs is None:
-        folder = whole_workspace(Path(tempfile.mkdtemp()), for_this_machine(manifest))
-        runs = folder / "runs"
-        try:
-            run_stages(folder, time.monotonic() + options.within, [NAME])
-        finally:
-            keep_runs(folder, options.out / "kv_tiers_run.tar.gz")
+    runs = find_or_make_runs(options, NAME, [manifest_of(options.cpu)])
     run = RunData.load(next(runs.glob(f"{NAME}-????????????")))
     prompts, hits = engine_totals(run)
     missing = sum(row.get("routes_missing") or 0 for row in run.rl)
@@ -85,7 +62,7 @@ def main() -> None:
         f"{len(run.rl)} steps, {prompts} prompt tokens, {hits} from tiers, {missing} routes missing"
     )
     if not run.rl or not prompts:
-        raise SystemExit("error: no step, or no prompt; read the logs in kv_tiers_run")
+        raise SystemExit("error: no step, or no prompt; read the logs in kv_tiers_runs")
     if missing:
         raise SystemExit(f"error: {missing} tokens lack a route, so tiers lose routes")
     record(

@@ -10,24 +10,18 @@ rollouts have the trainer's weights. Older weights choose other keys.
     python benchmarks/async/long_choices.py --check                 # the manifest only
 """
 
-import json
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from glm5 import keep_runs, run_stages
-from shapes import for_this_machine
+from made_runs import find_or_make_runs, parser_for_runs
+from shapes import checked_in
 
-from orrery.manifest.schema import Manifest
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, parser_of, record
-from workspace import whole_workspace
+from record import record
 
-HERE = Path(__file__).resolve().parent
 NAME = "glm5_long_choices"
 CONTEXT, TOP_K, ROLLOUTS, STEPS = 131_072, 2_048, 4, 2
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -44,7 +38,7 @@ RESERVED = 64  # tokens of a context for the chat's markers, the word and the an
 
 
 def long_manifest() -> dict[str, Any]:
-    run = json.loads((ROOT / "manifests/glm5_reverse_text_compare.json").read_text())
+    run = checked_in("glm5_reverse_text_compare")
     # Letters of a fixed pseudorandom sequence, so that no part of the prompt repeats.
     state, letters = 1, []
     for _ in range(CONTEXT - RESERVED):
@@ -80,24 +74,8 @@ def long_manifest() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--check", action="store_true", help="validate the manifest; needs no GPU")
-    parser.add_argument("--runs", type=Path, metavar="DIR")
-    parser.add_argument("--within", type=float, default=420.0, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
-    options = parser.parse_args()
-    manifest = long_manifest()
-    if options.check:
-        print(Manifest.model_validate(manifest).name)
-        return
-    runs = options.runs
-    if runs is None:
-        folder = whole_workspace(Path(tempfile.mkdtemp()), for_this_machine(manifest))
-        runs = folder / "runs"
-        try:
-            run_stages(folder, time.monotonic() + options.within, [NAME], ("init", "rl"))
-        finally:
-            keep_runs(folder, options.out / "long_choices_run.tar.gz")
+    options = parser_for_runs(__doc__, within_s=420.0).parse_args()
+    runs = find_or_make_runs(options, "long_choices", [long_manifest()])
     run = RunData.load(next(runs.glob(f"{NAME}-????????????")))
     rows: list[dict[str, Any]] = [
         {"variant": f"step {row['step']}", "value": row.get("choices_differ")}
@@ -107,7 +85,7 @@ def main() -> None:
     print(*rows, sep="\n")
     found = [row["value"] for row in rows if row["mismatch_kl_same_weights"] is not None]
     if len(rows) < STEPS or not found or None in found:
-        raise SystemExit("error: a step has no compared keys; read the logs in long_choices_run")
+        raise SystemExit("error: a step has no compared keys; read the logs in long_choices_runs")
     record(
         options.out / "long_choices.json",
         figure="a GLM-5 in FP8 at 131,072 tokens: engines' keys that the trainer does not choose",

@@ -58,7 +58,11 @@ def run(name: str, runs: Path | None) -> RunData:
 
 def manifest_here(name: str) -> dict[str, Any]:
     """Return a checked-in manifest with the accelerator of this machine."""
-    return for_this_machine(json.loads((ROOT / f"manifests/{name}.json").read_text()))
+    return for_this_machine(checked_in(name))
+
+
+def checked_in(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"manifests/{name}.json").read_text())
 
 
 def for_this_machine(run: dict[str, Any]) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from learning import problems_row
-from shapes import for_this_machine
+from shapes import manifest_here
 
 from orrery.manifest.schema import Manifest
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, device, parser_of, record
+from record import device, parser_of, record
 from workspace import whole_workspace
 
 HERE = Path(__file__).resolve().parent
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
     begin_s = time.monotonic()
-    run = for_this_machine(json.loads((ROOT / "manifests" / f"{options.run}.json").read_text()))
+    run = manifest_here(options.run)
     grid = itertools.product(options.warm, options.rates)
     manifests = [variant(run, warm, rate, options.steps) for warm, rate in grid]
     rows, missing = [], {}

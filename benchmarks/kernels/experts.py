@@ -293,6 +293,7 @@ def main() -> None:
                     f"{rows[-1]['value']:.0%} of the bound",
                     flush=True,
                 )
+    dist.destroy_process_group()
     if not smoke:
         layers = [row for row in rows if row["variant"].startswith("layer")]
         layers = [row for row in layers if row["variant"].endswith("16384 tokens, balanced")]

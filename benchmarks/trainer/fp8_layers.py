@@ -65,7 +65,7 @@ from orrery.kernels.fp8.quantize import (
 from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.identity import load
 from orrery.manifest.schema import trainer_misfits
-from orrery.trainer.bench import BenchRequest, Options, make_request
+from orrery.trainer.bench import Options, make_request
 from orrery.trainer.bench.__main__ import run_ranks
 from record import ROOT, parser_of, record
 
@@ -462,24 +462,24 @@ def measure_experts(t: int, k: int, e: int, d: int, i: int) -> list[dict[str, An
 # Training -----------------------------------------------------------------------------------------
 
 
-def request_of(manifest: str, options: Options) -> BenchRequest:
-    """Return a run whose weights stay gathered, because one GPU has no others to gather from."""
-    request = make_request(load(ROOT / f"manifests/{manifest}.json"), options)
-    fsdp = request.trainer.fsdp.model_copy(update={"reshard_after_forward": False})
-    return replace(request, trainer=request.trainer.model_copy(update={"fsdp": fsdp}))
-
-
-def measure_training(name: str) -> list[dict[str, Any]]:
-    manifest, layers, fp8, (goal, goal_tokens_s), routing = SHAPES[name]
-    options = Options(
+def options_of(name: str, **more: Any) -> Options:
+    """Return options of a bench run whose weights stay gathered, because one GPU has them all."""
+    _, layers, _, _, routing = SHAPES[name]
+    fsdp = '{"reshard_after_forward": false}'
+    return Options(
         devices=1,
         layers=layers,
         loss="sft",
-        steps=6,
-        warmup=3,
         routing=routing,  # type: ignore[arg-type]
+        fsdp=fsdp,
+        **more,  # type: ignore[arg-type]
     )
-    request = request_of(manifest, options)
+
+
+def measure_training(name: str) -> list[dict[str, Any]]:
+    manifest, layers, fp8, (goal, goal_tokens_s), _ = SHAPES[name]
+    options = options_of(name, steps=6, warmup=3)
+    request = make_request(load(ROOT / f"manifests/{manifest}.json"), options)
     rows: list[dict[str, Any]] = []
     for parts in (None, fp8):
         model = request.model.model_copy(update={"fp8": parts})
@@ -521,9 +521,8 @@ def main() -> None:
     one.add_argument("--check", action="store_true", help="build the requests only; needs no GPU")
     arguments = one.parse_args()
     if arguments.check:
-        for manifest, layers, *_ in SHAPES.values():
-            options = Options(devices=1, layers=layers, loss="sft")
-            print(request_of(manifest, options).name)
+        for name, (manifest, *_) in SHAPES.items():
+            print(make_request(load(ROOT / f"manifests/{manifest}.json"), options_of(name)).name)
         return
     if not torch.cuda.is_available():
         sys.exit("fp8_layers: there is no GPU here; run it on a host with one, or with --check")

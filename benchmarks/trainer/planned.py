@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "async"))
-from fp8_layers import SHAPES, request_of
+from fp8_layers import SHAPES, options_of
 from glm5_rank import FP8
 from long_choices import long_manifest
 
@@ -61,9 +61,9 @@ def measured_layers() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the runs of `fp8_layers.py`, in bfloat16 and FP8."""
     found = json.loads((HERE / "fp8_layers.json").read_text())
     rows = {row["variant"]: row for row in found["rows"]}
-    for part, (manifest, layers, fp8, _, routing) in SHAPES.items():
-        options = Options(devices=1, layers=layers, loss="sft", routing=routing)
-        tokens = request_of(manifest, options).load.tokens
+    for part, (manifest, layers, fp8, *_) in SHAPES.items():
+        options = options_of(part)
+        tokens = make_request(load(ROOT / f"manifests/{manifest}.json"), options).load.tokens
         for parts in (None, fp8):
             name = f"{part}: {manifest}, {layers} layers, {'FP8' if parts else 'bfloat16'}"
             yield (
@@ -81,10 +81,7 @@ def measured_layers() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
     options = Options(**bench["options"])
-    if "fp8" in bench:
-        asked = request_of(bench["name"], options)
-    else:
-        asked = make_request(load(ROOT / "manifests" / f"{bench['name']}.json"), options)
+    asked = make_request(load(ROOT / "manifests" / f"{bench['name']}.json"), options)
     model, trainer, work = asked.model, asked.trainer, asked.load
     if bench.get("fp8"):
         model = model.model_copy(update={"fp8": bench["fp8"]})
@@ -99,19 +96,28 @@ def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
         rates_of("h200"),
         streams_state=bench["measured_at"] >= STREAMED_SINCE,
     )
+    retries = bench.get("num_allocation_retries")  # each stops the device
+    row = row_of(name, parts, parts["step"], bench["step_s"])
+    return row | memory_of(peak, bench["peak_allocated_bytes"]) | {"allocation_retries": retries}
+
+
+def row_of(
+    name: str, parts: dict[str, float], planned_s: float, measured_s: float
+) -> dict[str, Any]:
     return {
         "variant": name,
-        "value": parts["step"] / bench["step_s"] - 1,
+        "value": planned_s / measured_s - 1,
         "unit": "error of the time",
         "goal": None,
-        "memory_error": peak / bench["peak_allocated_bytes"] - 1,
-        "planned_bytes": peak,
-        "measured_bytes": bench["peak_allocated_bytes"],
-        "planned_s": parts["step"],
-        "measured_s": bench["step_s"],
-        "allocation_retries": bench.get("num_allocation_retries"),  # each stops the device
+        "planned_s": planned_s,
+        "measured_s": measured_s,
         "planned_parts_s": parts,
     }
+
+
+def memory_of(planned: int, measured: int) -> dict[str, Any]:
+    error = planned / measured - 1
+    return {"memory_error": error, "planned_bytes": planned, "measured_bytes": measured}
 
 
 def rank_of_glm5() -> dict[str, Any]:
@@ -125,15 +131,7 @@ def rank_of_glm5() -> dict[str, Any]:
     parts = step_s(model, trainer, 1, [details["tokens"]], rates_of("h200"), alone)
     parts = {name: parts[name] for name in COMPUTED}
     [measured_s] = [row["ms"] / 1e3 for row in found["rows"] if row["variant"] == "step"]
-    return {
-        "variant": "glm5_rank: computation of one rank",
-        "value": sum(parts.values()) / measured_s - 1,
-        "unit": "error of the time",
-        "goal": None,
-        "planned_s": sum(parts.values()),
-        "measured_s": measured_s,
-        "planned_parts_s": parts,
-    }
+    return row_of("glm5_rank: computation of one rank", parts, sum(parts.values()), measured_s)
 
 
 def long_contexts() -> dict[str, Any]:
@@ -146,18 +144,9 @@ def long_contexts() -> dict[str, Any]:
     peak = plan_memory(model, trainer, work, H200_BYTES, counted).peak_bytes
     lengths = details["rollouts"] * [details["context"]]
     parts = step_s(model, trainer, details["rollouts"], lengths, rates_of("h200"))
-    return {
-        "variant": "long_choices: GLM-5 with 4 layers, documents of 131,072 tokens",
-        "value": parts["step"] / step["forward_backward_s"] - 1,
-        "unit": "error of the time",
-        "goal": None,
-        "memory_error": peak / step["peak_bytes"] - 1,
-        "planned_bytes": peak,
-        "measured_bytes": step["peak_bytes"],
-        "planned_s": parts["step"],
-        "measured_s": step["forward_backward_s"],
-        "planned_parts_s": parts,
-    }
+    name = "long_choices: GLM-5 with 4 layers, documents of 131,072 tokens"
+    row = row_of(name, parts, parts["step"], step["forward_backward_s"])
+    return row | memory_of(peak, step["peak_bytes"])
 
 
 def main() -> None:
