@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import shapes
 import sweep
 
 ROOT = Path(__file__).parents[1]
@@ -37,9 +38,9 @@ def test_a_variant_that_fails_or_is_late_is_told_and_not_raised(run, tmp_path):
 def test_a_run_for_gpus_is_refused_on_a_machine_without(run, monkeypatch):
     monkeypatch.setattr("shapes.this_machine", lambda: sweep_machine("cpu"))
     with pytest.raises(SystemExit, match="is for h100, this is"):
-        sweep.for_this_machine(run)
+        shapes.for_this_machine(run)
     monkeypatch.setattr("shapes.this_machine", lambda: sweep_machine("h200"))
-    assert sweep.for_this_machine(run)["hardware"]["accelerator"] == "h200"
+    assert shapes.for_this_machine(run)["hardware"]["accelerator"] == "h200"
 
 
 def sweep_machine(accelerator):

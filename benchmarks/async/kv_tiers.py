@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from made_runs import find_or_make_runs, parser_for_runs
+from made_runs import find_or_make_runs, load_run, parser_for_runs
 from shapes import checked_in
 
 from orrery.observe.report.data import RunData
@@ -37,6 +37,8 @@ def manifest_of(is_cpu: bool) -> dict[str, Any]:
     if not is_cpu:
         run["inference"] |= {"kv_cache_bytes": CACHE_BYTES, "enforce_eager": True}
         run["trainer"]["compile"] = False
+    # Caches of older weights are not reused, so both turns must have the same weights.
+    run["orchestrator"] |= {"max_off_policy_steps": 0, "max_batches_ahead": 0}
     run["transport"]["routed_experts"] = True
     return run
 
@@ -55,7 +57,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     runs = find_or_make_runs(options, NAME, [manifest_of(options.cpu)])
-    run = RunData.load(next(runs.glob(f"{NAME}-????????????")))
+    run = load_run(runs, NAME)
     prompts, hits = engine_totals(run)
     missing = sum(row.get("routes_missing") or 0 for row in run.rl)
     print(

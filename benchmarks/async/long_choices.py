@@ -14,10 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from made_runs import find_or_make_runs, parser_for_runs
+from made_runs import find_or_make_runs, load_run, parser_for_runs
 from shapes import checked_in
-
-from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import record
@@ -76,7 +74,7 @@ def long_manifest() -> dict[str, Any]:
 def main() -> None:
     options = parser_for_runs(__doc__, within_s=420.0).parse_args()
     runs = find_or_make_runs(options, "long_choices", [long_manifest()])
-    run = RunData.load(next(runs.glob(f"{NAME}-????????????")))
+    run = load_run(runs, NAME)
     rows: list[dict[str, Any]] = [
         {"variant": f"step {row['step']}", "value": row.get("choices_differ")}
         | {name: row.get(name) for name in METRICS}

@@ -15,6 +15,7 @@ from typing import Any
 from shapes import for_this_machine
 
 from orrery.manifest.schema import Manifest
+from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import parser_of
@@ -46,6 +47,12 @@ def find_or_make_runs(
     if options.runs is not None:
         return options.runs
     return make_runs(manifests, options.within, options.out / f"{name}_runs.tar.gz", parallel)
+
+
+def load_run(runs: Path, name: str) -> RunData:
+    if not (found := sorted(runs.glob(f"{name}-????????????"))):
+        raise SystemExit(f"error: {runs}: it has no run {name}; read the output above")
+    return RunData.load(found[0])
 
 
 def make_runs(

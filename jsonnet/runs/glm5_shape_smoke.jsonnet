@@ -12,7 +12,7 @@
       },
       stages+: {
         sft+: { num_steps: 8, data+: { num_problems: 256 } },
-        rl+: { num_steps: 6 },
+        rl+: { num_steps: 10 },
         evaluate+: { num_problems: 32 },
       },
     },

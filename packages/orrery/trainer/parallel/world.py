@@ -197,7 +197,7 @@ def destroy_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-class Transfer(Protocol):
+class AsyncCollective(Protocol):
     """A collective that runs beside computation, and one that returns the gradients.
 
     `is_trained`: which results get gradients.
@@ -215,44 +215,44 @@ class Transfer(Protocol):
         """Return the gradients of `begin`'s tensors."""
 
 
-def send(transfer: Transfer, *tensors: Tensor) -> Tensor:
+def send(collective: AsyncCollective, *tensors: Tensor) -> Tensor:
     """Begin the transfer of `tensors`. Return a scalar zero, the ticket, for `receive`.
 
     The ticket links both in autograd: `receive`'s backward pass runs before this one's.
     """
-    return _Send.apply(transfer, *tensors)
+    return _Send.apply(collective, *tensors)
 
 
-def receive(transfer: Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
-    return _Receive.apply(transfer, ticket)
+def receive(collective: AsyncCollective, ticket: Tensor) -> tuple[Tensor, ...]:
+    return _Receive.apply(collective, ticket)
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, *tensors: Tensor) -> Tensor:
-        ctx.transfer = transfer
-        transfer.begin(tensors)
+    def forward(ctx: Any, collective: AsyncCollective, *tensors: Tensor) -> Tensor:
+        ctx.collective = collective
+        collective.begin(tensors)
         return tensors[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.transfer.end_back()
+        return None, *ctx.collective.end_back()
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfer = transfer
-        results = transfer.end()
-        untrained = zip(results, transfer.is_trained, strict=True)
+    def forward(ctx: Any, collective: AsyncCollective, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.collective = collective
+        results = collective.end()
+        untrained = zip(results, collective.is_trained, strict=True)
         ctx.mark_non_differentiable(*(x for x, trains in untrained if not trains))
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        ctx.transfer.begin_back(gradients)
+        ctx.collective.begin_back(gradients)
         return None, gradients[0].new_zeros(())
 
 
