@@ -63,6 +63,7 @@ def make_runs(
     All runs end after `within_s` seconds. `archive` gets logs and metrics, also of failures.
     """
     until_s = time.monotonic() + within_s
+    archive.parent.mkdir(parents=True, exist_ok=True)
     folder = whole_workspace(Path(tempfile.mkdtemp()), *map(for_this_machine, manifests))
     try:
         with ThreadPoolExecutor(parallel) as pool:
