@@ -56,7 +56,7 @@ class Certificates:
         return found
 
     def validity(self) -> tuple[float, float]:
-        """Return the start and end of the authority's validity, in Unix seconds."""
+        """Return the authority's first and last valid time, in Unix seconds."""
         found, *_ = self.client().get_ca_certs()
         dates = (found["notBefore"], found["notAfter"])
         first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)

@@ -1,8 +1,8 @@
 """Connect two sites over mutual TLS, and exchange frames.
 
 - Each end first sends a HELLO frame. A relay site forwards encrypted bytes between two others.
-- A reader and a sender thread share a connection. A lock guards its TLS object, because OpenSSL
-  allows no concurrent calls.
+- A connection's reader and sender threads lock its TLS object, because OpenSSL allows no concurrent
+  calls.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ SLICE = 1 << 17  # bytes per lock acquisition
 SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
 FLUSH_S = 5.0  # time to send queued frames after `close`
 HANDSHAKE_S = 10.0  # timeout of each socket call in a handshake
-MAX_STRANGERS = 32  # maximum number of unfinished handshakes
+MAX_STRANGERS = 32  # unfinished handshakes
 RETRY_S = 0.2
-UNSENT = 1 << 17  # unsent bytes per socket. If low, faster connections take more of `Backlog`.
+UNSENT = 1 << 17  # limit of unsent bytes per socket, so that faster connections take more frames
 CONGESTION = b"bbr"  # TCP's congestion control, fast under random loss
 WINDOW = 8 << 20  # send buffer in bytes, for 0.4 Gb/s at 100 ms round trip
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # a relay waits this long for a pair's second site
+WAIT_S = 60.0  # a relay's wait for a pair's second site
 
 
 class BadFrame(Exception):
@@ -129,7 +129,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """Queue of frames for any connection to the peer."""
+    """Queue of frames that all connections to a peer share."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -150,7 +150,7 @@ class Backlog:
 class PeerConnection:
     """One connection (`lane`) of several to a peer.
 
-    `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
+    `heard_s`: monotonic time of the last received bytes. `ready`: newest round begun by the peer.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class PeerConnection:
 
 
 class Strangers:
-    """Limit unfinished handshakes to `most`, and per address to half of it."""
+    """Limit unfinished handshakes to `most`, half of it per address."""
 
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, threading.Lock()
@@ -344,7 +344,7 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure, or after `end_s`.
 
-        `place`: address of the peer or, with `is_relay`, of a relay that both sites dial.
+        `place`: address of the peer or, if `is_relay`, of the pair's relay.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -415,7 +415,7 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 def widen(sock: socket.socket) -> None:
     """Enlarge the send buffer to WINDOW bytes or the kernel's maximum.
 
-    Do nothing if the kernel's automatic tuning reaches that size, because setsockopt ends it.
+    Do nothing if the kernel's automatic tuning, which setsockopt ends, reaches that size.
     setsockopt doubles the given size (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -433,7 +433,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        # Raises if the peer is gone, before `wrap_socket` leaks the socket.
+        # Raise if the peer is gone, because `wrap_socket` would leak the socket.
         sock.getpeername()
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
@@ -449,7 +449,7 @@ class Relay:
         self._is_closed = False
 
     def add(self, pair: Pair, source: int, sock: socket.socket) -> None:
-        """Forward bytes between `sock`, from rank `source`, and the pair's other site."""
+        """Forward bytes between `sock` (rank `source`) and the pair's other site."""
         other = pair[1] + pair[2] - source
         with self._lock:
             now_s = time.monotonic()

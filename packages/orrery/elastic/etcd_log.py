@@ -28,7 +28,7 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 REQUEST_S = 2.0
 RETRY_S = 0.1
-QUIET_S = 3.0  # a longer wait for the first answer is logged
+QUIET_S = 3.0  # log a longer wait for the first answer
 NOT_FOUND = 5
 FINAL = (3, NOT_FOUND, 6, 9, 11)  # gRPC codes that are not retried
 BROKEN = (OSError, http.client.HTTPException, ValueError)
@@ -37,7 +37,7 @@ ELECTION_S = 4.0  # longest time of a leader election with one split vote
 EXPIRY_S = 2.0  # longest time from a lease's end to the next round
 RETRY_WATCH_S = 0.5
 RUNS = "orrery/"
-# TLS errors if one side does not trust the other's certificate authority.
+# TLS errors if either side distrusts the other's authority.
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "ALERT_UNKNOWN_CA", "ALERT_BAD_CERTIFICATE")
 log = logging.getLogger("orrery.elastic.etcd_log")
 
@@ -79,8 +79,8 @@ class EtcdClient:
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
         """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
 
-        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`). Before
-        the first answer, an unknown host or authority raises ElasticError at once.
+        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`), and at
+        once for an unknown host or authority before the first answer.
         """
         within_s = self._store_s if within_s is None else within_s
         begin_s, reason, is_told = time.monotonic(), "", False
@@ -153,7 +153,7 @@ class EtcdClient:
 
 
 def check_first(endpoint: str, error: Exception) -> None:
-    """Raise ElasticError if no retry can help. `error`: an endpoint's first answer."""
+    """Raise ElasticError for an unknown host or authority, because retries cannot help."""
     if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
         raise ElasticError(
             f"{endpoint}: no such host; type `orrery join RUN ADDRESS:PORT` with the address of a "
@@ -184,7 +184,7 @@ def below(prefix: str) -> dict[str, str]:
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of each service of a site, or ""."""
+    """ADDRESS:PORT of a site's services, or ""."""
 
     coordinator: str = ""  # the etcd server
     snapshots: str = ""
@@ -223,7 +223,10 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Write the site's key under a new lease. Return its revision, or "" if the lease ended."""
+        """Write the site's key under a new lease.
+
+        Return the key's revision, or "" if the lease ended.
+        """
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -326,7 +329,7 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # Renew the lease twice per heartbeat, because it may last only two heartbeats.
+        # A lease may last only two heartbeats.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

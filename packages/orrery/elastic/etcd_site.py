@@ -1,9 +1,9 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - Sites with a listener become coordinators one at a time, up to an odd number of at most
-  `coordinators`. Coordinators are replaced when their site has had no lease for REMOVE_S. A leaving
-  site removes them at once if etcd refuses to remove its own coordinator.
-- All sites compute the same changes from etcd's data, so they need no leader.
+  `coordinators`. A coordinator is removed when its site has had no lease for REMOVE_S. A leaving
+  site skips this wait if etcd refuses to remove its own coordinator.
+- Sites compute equal changes from etcd's data, so they need no leader.
 """
 
 import json
@@ -42,7 +42,7 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
     """Return the coordinator that site `own` must add or remove.
 
     Sites are ADDRESS:PORT. `voters`: coordinators. `live`: live sites that can run etcd. `gone`:
-    coordinators to replace. `most`: maximum number of coordinators.
+    coordinators to remove. `most`: limit of `voters`.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
@@ -61,7 +61,7 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
 def etcd_program() -> str:
     folders = [Path(__file__).parents[3]]
     with suppress(OrreryError):  # a container has no checkout
-        folders.append(find_workspace().root)  # this file may be a run's copy
+        folders.append(find_workspace().root)  # this file may be in a copy of the code
     programs = ("etcd", *(str(folder / LOCAL) for folder in folders))
     found = next(filter(None, map(shutil.which, programs)), None)
     if found is None:
@@ -97,8 +97,8 @@ class EtcdServer:
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
         """Start etcd from its data folder, or join the cluster `names` if the folder is empty.
 
-        Set `is_new` only for the run's first server, because etcd may then replace damaged data by
-        an empty log.
+        Set `is_new` only for the run's first server, because a new cluster may replace damaged data
+        by an empty log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -239,9 +239,9 @@ class EtcdSite:
         return False
 
     def _remove_dead(self, members: Mapping[str, tuple[str, bool]], voters: Set[str]) -> None:
-        """Remove coordinators without a live site, so that etcd then removes this site's own.
+        """Remove coordinators of dead and leaving sites, so that etcd then removes this site's own.
 
-        Other leaving sites are not live. etcd refuses removals that leave no running majority.
+        etcd refuses removals that leave no running majority.
         """
         for name in sorted(voters - self._live()):
             with suppress(ElasticError, EtcdRefused):
@@ -251,7 +251,7 @@ class EtcdSite:
         return {each.coordinator for each in self.log.services(self._heartbeat_s)} - {""}
 
     def donors(self) -> list[str]:
-        """Return other live sites' snapshot servers, as ADDRESS:PORT."""
+        """Return other live sites' snapshot servers (ADDRESS:PORT)."""
         found = {each.snapshots for each in self.log.services()}
         return sorted(found - {"", self._snapshots})
 
@@ -315,7 +315,7 @@ class EtcdSite:
                 self.client.call("/v3/cluster/member/promote", {"ID": member_id}, 0.0)
 
     def _members(self) -> dict[str, tuple[str, bool]]:
-        """Return {ADDRESS:PORT: (id, whether it is a learner)} of etcd's members."""
+        """Return {ADDRESS:PORT: (id, is learner)} of etcd's members."""
         answer = self.client.call("/v3/cluster/member/list", {}, self._heartbeat_s)
         return {
             _name_of(each["peerURLs"][0]): (each["ID"], each.get("isLearner", False))

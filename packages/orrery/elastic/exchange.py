@@ -2,9 +2,9 @@
 
 - `ring`: a sum for each of W chunks travels W − 1 hops. Each site decodes it, adds its own values
   in float32 and encodes it again. The total then travels W − 1 hops unchanged.
-- `all_to_all`: each site adds all values of one chunk, and sends the sum to all.
+- `all_to_all`: each site sums one chunk over all sites and sends the sum to all.
 - A site with wᵢ = 0 forwards frames but adds no values.
-- Arriving sums overwrite Δᵢ. If a peer fails, the caller must compute Δᵢ again.
+- Arriving sums overwrite Δᵢ, so the caller must compute Δᵢ again if a peer fails.
 """
 
 import threading
@@ -37,7 +37,7 @@ class ExchangeStats:
 class ErrorFeedback:
     """A rank's encoding errors, added to the values of its next exchange.
 
-    Call `commit` after each committed round: it copies `pending` to `lost`, both f32[n].
+    Call `commit`, which copies `pending` to `lost` (both f32[n]), after each committed round.
     """
 
     def __init__(self, n: int) -> None:
@@ -149,8 +149,6 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange the pieces of one lane in one thread."""
-
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
         self.bytes_sent, self.codec_s = 0, 0.0
@@ -224,7 +222,6 @@ class _Lane(ABC):
         return wire
 
     def finish(self, number: int, wire: Bytes) -> None:
-        """Overwrite a sent piece of Δ by its decoded sum."""
         begin_s = time.monotonic()
         self.site.codec.decode(wire, self.site.delta[self.pieces[number].at])
         self.codec_s += time.monotonic() - begin_s

@@ -3,8 +3,8 @@
 - The trainer writes a line to the keeper's stdin after each copy of its state.
 - The keeper ends `linger_s` after the trainer, when another keeper starts on its folder, or when
   the folder is removed.
-- Its first line on stdout is the reason why it cannot serve, or empty.
-- Over HTTPS with mutual TLS, `/newest` returns the newest header, and `/block/SHA256` a block.
+- Its first line on stdout is empty, or says why it cannot serve.
+- `/newest` returns the newest header and `/block/SHA256` a block, over HTTPS with mutual TLS.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ POLL_S = 0.2
 RETRY_S = 5.0
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64  # unfinished TLS handshakes
-READY_S = 60.0  # maximum wait for the keeper's start, in addition to `bind_s`
+READY_S = 60.0  # maximum start-up time, plus `bind_s`
 NICE = 10  # peers' requests must not slow the trainer
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
@@ -65,7 +65,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # Compare modification times, because a run set back by --rewind repeats rounds.
+            # Compare modification times, because --rewind repeats rounds.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -84,7 +84,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                # Raises if the peer is gone, before `wrap_socket` leaks the socket.
+                # Raise if the peer is gone, because `wrap_socket` would leak the socket.
                 request.getpeername()
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
@@ -124,7 +124,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
-    bind_s: float = 60.0  # time limit for a previous keeper to free the port (it may be hashing)
+    bind_s: float = 60.0  # wait for a previous keeper, perhaps hashing, to free the port
 
 
 class SnapshotKeeper:
@@ -280,7 +280,6 @@ def _take_over(folder: Path) -> Any:
 
 
 def _has_successor(folder: Path, lock: Any) -> bool:
-    """Return whether another keeper has started or the folder was removed."""
     has_lock = os.fstat(lock.fileno()).st_nlink > 0
     return not has_lock or (folder / ".successor").exists()
 

@@ -1,9 +1,9 @@
 """Define the ledger, the shared state of a run's epochs and rounds, as pure functions.
 
 - Each function returns the next ledger, is idempotent and reads no clock.
-- `live`: ids of the sites with a lease.
-- A round gathers sites. They exchange weight changes, then report the new state's digest or the
-  peers that they lost.
+- `live`: ids of sites with a lease.
+- A round gathers sites. They exchange weight changes, then report the new state's digest or lost
+  peers.
 - An epoch's members and network paths are fixed. A restarted round begins a new epoch.
 """
 
@@ -27,7 +27,7 @@ from orrery.elastic.types import (
 
 
 class Behind(LeaseLost):
-    """This site lacks the last committed round, number `committed`."""
+    """This site lacks the last committed round, `committed`."""
 
     def __init__(self, site_id: str, committed: int) -> None:
         super().__init__(
@@ -37,7 +37,7 @@ class Behind(LeaseLost):
 
 
 class StateLacking(ElasticError):
-    """The joining site lacks the newest state, and no live member can send it."""
+    """No live member can send the joining site the newest state."""
 
 
 class JoiningSite(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Ledger(msgspec.Struct, frozen=True):
     tokens: dict[str, int] = {}  # weights of arrived sites, by id
     weights: tuple[int, ...] = ()  # weight by rank, while exchanging
     digests: dict[str, str] = {}  # state digest by member id
-    broken: dict[str, tuple[str, ...]] = {}  # peers that a member reports as lost, by its id
+    broken: dict[str, tuple[str, ...]] = {}  # lost peers, by the reporting member's id
     strikes: tuple[tuple[str, str], ...] = ()  # pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # Mb/s by site id and peer id
     speeds: tuple[tuple[int, ...], ...] = ()  # as in `Epoch`
@@ -82,7 +82,6 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def known(self) -> frozenset[str]:
-        """Return the ids of members and joining sites."""
         return self.ids | {each.member.id for each in self.joining}
 
     @property
@@ -90,7 +89,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the running exchange if member `site_id` has not reported in it, or None."""
+        """Return the running exchange if member `site_id` has not reported in it."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -105,10 +104,10 @@ def admit(
 ) -> Ledger:
     """Add a site.
 
-    The site becomes a member at once if it has the newest state, no exchange runs, and either no
-    round is committed or no member is live. Otherwise, it joins at the next exchange. Raise
-    StateLacking if no member is live and the site lacks the newest state, and ElasticError if
-    `max_sites` live sites take part or `terms` do not meet the run's.
+    The site joins at the next exchange, or at once if it has the newest state, no exchange runs,
+    and either no round is committed or no member is live. Raise StateLacking if no member is live
+    and the site lacks the newest state, and ElasticError if `max_sites` live sites take part or
+    `terms` do not meet the run's.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -122,7 +121,7 @@ def admit(
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # After a rewind, a new epoch invalidates messages of the discarded rounds.
+        # A new epoch invalidates messages of the rewound rounds.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -173,7 +172,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If members are live, one of them must have arrived, or the new epoch would drop all members.
+    A live member, if any, must be among them, or the new epoch would drop all members.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -224,10 +223,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the round once every live member has reported.
 
-    After the time limit (`has_waited`), one member's report suffices. If no report names a lost
-    peer and most have the same digest, commit the round and drop members without this digest.
-    Otherwise restart it with the members that reported. If these are fewer than `quorum`, gather
-    sites again.
+    One member's report suffices after the time limit (`has_waited`). Commit if no report names a
+    lost peer and most have the same digest, and drop members without this digest. Otherwise
+    restart with the members that reported, or gather sites again if these are fewer than `quorum`.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -325,8 +323,8 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 class ShardMap(msgspec.Struct):
     """Assign a shard of the training data to each site. `holders`: shard by site id.
 
-    `trained[k]`: number of documents of shard k that live or lost sites may have trained. The next
-    holder skips them. `num_idle`: rounds without training, with all weights 0.
+    `trained[k]`: number of possibly trained documents of shard k, which its next holder skips.
+    `num_idle`: rounds without training, with all weights 0.
     """
 
     trained: list[int]

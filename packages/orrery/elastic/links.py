@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 60.0  # limit to make all connections
 PING_S = 2.0
-SILENCE_S = 15.0  # silence after which a peer counts as lost
+SILENCE_S = 15.0  # silence until a peer counts as lost
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause before a probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused connections after which a peer counts as dead
+MAX_REFUSALS = 10  # refused connections until a peer counts as dead
 NOTHING = np.empty(0, np.uint8)
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26
@@ -116,7 +116,7 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round, after all frames have arrived."""
+        """End the round. Call this once all frames have arrived."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
@@ -185,12 +185,12 @@ class PeerLinks:
 
     @property
     def current(self) -> tuple[int, int] | None:
-        """Return the epoch and the round, or None between rounds."""
+        """Return (epoch, round), or None between rounds."""
         with self._changed:
             return None if self._phase == LinkPhase.IDLE else (self.epoch, self.round)
 
     def keep_leased(self, leased: Set[str], current: tuple[int, int]) -> None:
-        """Break round `current` if a member has no lease."""
+        """End round `current` if a member has no lease."""
         with self._changed:
             if self._phase == LinkPhase.IDLE or current != (self.epoch, self.round):
                 return
@@ -311,8 +311,8 @@ class PeerLinks:
     def _dials(self, rank: int) -> bool:
         """Return whether this site dials `rank`.
 
-        Both sites dial a relay. Otherwise, the site without a listener dials. If both have one, the
-        lower rank dials.
+        Both sites dial a relay. Otherwise the site without a listener dials, or the lower rank if
+        both have one.
         """
         assert self._members is not None
         members = self._members.members

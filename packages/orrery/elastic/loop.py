@@ -119,7 +119,7 @@ def blocks(part: slice) -> Iterator[slice]:
 
 
 def make_fragments(layers: Sequence[slice], count: int) -> list[Fragment]:
-    """Return `count` fragments: layer i is in fragment i mod count (arXiv 2501.18512, strided)."""
+    """Return fragments: layer i is in fragment i mod `count` (arXiv 2501.18512, strided)."""
     return [tuple(layers[first::count]) for first in range(count)]
 
 
@@ -142,7 +142,7 @@ def dot(one: Floats, other: Floats) -> float:
 
 
 class Weights(Protocol):
-    """This rank's trained weights, f32[n], in the order of their names."""
+    """This rank's trained weights, f32[n], ordered by name."""
 
     num_parameters: int
 
@@ -261,7 +261,7 @@ class OuterLoop:
         return self._digest(no_step)
 
     def digest_of(self, start: Floats, momentum: Floats) -> str:
-        """Return the digest with `start` and `momentum` in place of θ_start and m. A collective."""
+        """Return the digest for θ_start = `start` and m = `momentum`. A collective."""
         return self._joined(self.state.replaced(start, momentum).digest(no_step))
 
     def exchange(self, has_weight: bool = True) -> RoundRow:

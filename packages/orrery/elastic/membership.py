@@ -1,4 +1,4 @@
-"""Take part in a run's epochs and rounds through a replicated log of leases and the ledger."""
+"""Take part in a run's epochs and rounds through a replicated ledger and leases."""
 
 import logging
 import sys
@@ -20,7 +20,7 @@ class Membership(Protocol):
     """A site's calls to the run. They block, and raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
-        """Join the run with a new site id. Raise ElasticError if the run refuses the site."""
+        """Join the run with a new site id. Raise ElasticError if the run refuses."""
 
     def epoch(self) -> Epoch: ...
 
@@ -33,11 +33,11 @@ class Membership(Protocol):
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
         """Report the outer step's `digest`. Return whether the round is committed.
 
-        If not, the caller must begin the same round again.
+        The caller must begin an uncommitted round again.
         """
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
-        """Report lost ranks (sites). Return the round, begun again without dead sites."""
+        """Report lost ranks (sites). Return the round, restarted without dead sites."""
 
     def leave(self) -> None: ...
 
@@ -56,7 +56,7 @@ class EpochLog(Protocol):
         """Take a lease and renew it."""
 
     def release(self) -> None:
-        """Release the lease, so that other sites notice."""
+        """Release the lease, so that other sites see this site leave."""
 
     def read(self) -> LedgerView: ...
 
@@ -67,7 +67,7 @@ class EpochLog(Protocol):
         """
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
-        """Return the next view that differs from `view`, or the current view after `timeout_s`."""
+        """Return the next view other than `view`, or the current view after `timeout_s`."""
 
     def now_s(self) -> float: ...
 
@@ -103,7 +103,7 @@ class LogMembership:
             raise
 
     def _await_state(self, site: SiteMember, terms: Terms) -> None:
-        """If no member is live and this site's state is old, wait `grace_s` for another site."""
+        """Wait `grace_s` for another site if no member is live and this site's state is old."""
         end_s = self._log.now_s() + self._pace.grace_s
         while True:
             view = self._log.read()

@@ -3,8 +3,8 @@
 - Speeds are in Mb/s (0 if unmeasured). Sites use the same speeds, so their choices agree.
 - A pair uses a relay if neither site has a listener, or the relayed path is GAIN times faster. A
   relay halves the speed, because it also sends its own frames.
-- The ring's order maximises the speed of the slowest edge. Above MAX_EXACT_SITES sites, the
-  search is greedy.
+- The ring's order maximises the slowest edge's speed. The search is greedy above MAX_EXACT_SITES
+  sites.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ MAX_EXACT_SITES = 10
 
 @cache
 def relay(epoch: Epoch, a: int, b: int) -> int | None:
-    """Return the relay between ranks a and b, or None for a direct connection."""
+    """Return the relay between ranks a and b, if any."""
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
@@ -68,7 +68,7 @@ def _path(epoch: Epoch, a: int, over: int | None, b: int) -> float:
 
 
 def _exact(rows: list[list[float]]) -> tuple[int, ...]:
-    """Return the best order, by dynamic programming over sets of visited ranks."""
+    """Return the best order by dynamic programming over visited ranks."""
     num = len(rows)
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (float("inf"), (0,))}
     for visited in range(1, 1 << num, 2):

@@ -1,7 +1,7 @@
 """Store and fetch training states as snapshots (folders of files with hashed blocks).
 
 - A snapshot `round_N` has a file per part of the state, and `snapshot.json` with each block's
-  sha256. A rename publishes it, so readers see it whole or not at all.
+  sha256. A rename publishes it, so readers never see a partial snapshot.
 - The trainer writes only `round_N.copied`. The keeper hashes and publishes it.
 """
 
@@ -31,7 +31,7 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # time limit of a whole HTTP response
+ANSWER_S = 300.0  # limit of a whole HTTP response
 POLL_S = 0.2
 LANES = 2  # connections per peer: one receives while the other hashes
 MAX_HEADER_BYTES = 64 << 20
@@ -72,11 +72,11 @@ class Block(NamedTuple):
 
 
 class BlockLacking(Exception):
-    """A source does not have a block."""
+    """A source lacks a block."""
 
 
 class FetchFailed(ElasticError):
-    """Blocks are missing. `num_fetched`: blocks that arrived."""
+    """Blocks are missing. `num_fetched` arrived."""
 
     def __init__(self, text: str, num_fetched: int) -> None:
         super().__init__(text)
@@ -107,7 +107,7 @@ def snapshot_dir(folder: Path, number: int) -> Path:
 
 
 def published(folder: Path) -> list[Path]:
-    """Return the complete snapshots, oldest first."""
+    """Return complete snapshots, oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in found if _PUBLISHED.fullmatch(path.name))
 
@@ -125,7 +125,7 @@ def read_header(snapshot: Path) -> StateSnapshot:
 
 
 def check_header(header: StateSnapshot, place: str) -> None:
-    """Raise ElasticError if a part's path is invalid or its size does not match its blocks."""
+    """Raise ElasticError if a part has an invalid path or number of blocks."""
     for name, part in header.parts.items():
         count = -(-part.num_bytes // max(header.block_bytes, 1))
         if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
@@ -153,7 +153,7 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, for the keeper. Raise ElasticError if it lacks space."""
+    """Copy the state into `folder`, for the keeper. Raise ElasticError if space is lacking."""
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
 
@@ -207,9 +207,9 @@ def _copied(
 
 
 def publish_copies(folder: Path, keep: int) -> list[Path]:
-    """Hash and publish all copies. Return their folders. Keep the newest `keep` snapshots.
+    """Hash and publish all copies. Return their folders.
 
-    If the run was set back, also remove snapshots of the undone rounds.
+    Remove snapshots of rewound rounds, and all but the newest `keep` snapshots.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -413,7 +413,6 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
-    """Shut down `sock` if the `with` block exceeds ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()
@@ -437,9 +436,9 @@ def fetch_state(
 ) -> Path:
     """Fetch the newest committed state from all peers at once. Return its folder.
 
-    `peers` returns ADDRESS:PORT of snapshot servers, `wanted` the last round's (number, digest).
-    Raise FetchFailed after `deadline_s` without a new block, or if peers have only other rounds,
-    at least one of them later.
+    `peers` returns snapshot servers (ADDRESS:PORT). `wanted` returns the last round's number and
+    digest. Raise FetchFailed after `deadline_s` without a new block, or if no peer has this round
+    and one has a later round.
     """
     end_s, reason, num_fetched = time.monotonic() + deadline_s, "no peer is live", 0
     while True:

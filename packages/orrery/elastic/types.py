@@ -14,7 +14,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import SITE_FILE
 
-PROTOCOL = 2  # to be raised if the format of frames or ledger changes
+PROTOCOL = 2  # increment if the format of frames or ledger changes
 NO_ROUND = -1  # before round 0
 
 
@@ -34,7 +34,7 @@ class LinkBroken(Exception):
 
 
 class SiteMember(msgspec.Struct, frozen=True, order=True):
-    id: str  # 32 hexadecimal digits, drawn at the start
+    id: str  # 32 random hexadecimal digits
     address: str
     port: int  # 0 without a listener
     shard: int | None = None  # the operator's choice of data shard
@@ -55,7 +55,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """A round's exchange. `weights[r]`: the weight of rank r."""
+    """A round's exchange. `weights[r]`: weight of rank r."""
 
     number: int
     epoch: Epoch

@@ -1,8 +1,7 @@
 """Run one vLLM server: `python -m orrery.inference`.
 
 - In a run, the server is a replica.
-- The stage SERVE (`orrery serve`) has no manifest. It loads the folder to which `weights/serve`
-  links.
+- `orrery serve` (stage SERVE) loads the folder to which `weights/serve` links, without a manifest.
 """
 
 import gc
@@ -52,7 +51,7 @@ def run(role: str) -> None:
 
 
 def serve_replica(ctx: RoleContext) -> None:
-    run_token()  # raises RunFailed before vLLM's long start
+    run_token()  # raises RunFailed without a token, before vLLM's long start
     ctx.health.doing("loading vLLM")
     engine, part = engine_and_part(ctx)
     inference = ctx.manifest.inference.of_engine(engine)

@@ -39,7 +39,7 @@ INDEX = "ORRERY_ENGINE"  # environment variable with the engine's index
 ENGINE_READY_S = 600
 HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes where ranks meet
 KEEP_ALIVE_S = 600  # clients close idle connections earlier
-# Projections of each LoRA target, without experts, because LoRA kernels of experts need a GPU.
+# Projections of each LoRA target, without experts, whose LoRA kernels need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -175,7 +175,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the host and port where an engine's ranks meet, chosen by the engine's first node."""
+    """Return the host and port, chosen by the engine's first node, where its ranks meet."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
@@ -208,7 +208,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with a PEFT adapter of zeros, or None without LoRA.
 
-    All engines of a stage share the folder, because its path is part of KV block hashes.
+    A stage's engines share the folder, because its path is part of KV block hashes.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -234,7 +234,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # later starts do not check an existing folder
+    sync_tree(aside)  # later starts trust an existing folder
     try:
         aside.rename(folder)
     except OSError:

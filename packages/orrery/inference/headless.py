@@ -1,4 +1,4 @@
-"""Run an engine's data-parallel ranks on one of its further nodes, without a server."""
+"""Run an engine's data-parallel ranks on a further node, without a server."""
 
 from orrery.inference.__main__ import run
 

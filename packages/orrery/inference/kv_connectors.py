@@ -156,7 +156,7 @@ def connect(ctx: RoleContext, engine: int) -> list[str]:
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return environment variables for vLLM to keep routes as long as their KV blocks.
+    """Return variables that make vLLM keep routes (chosen experts) as long as their KV blocks.
 
     `host_bytes` is per engine, `kv_cache_bytes` per device.
     """
@@ -196,7 +196,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write Mooncake's client config. Return the variable with the file's path."""
+    """Write Mooncake's client config. Return the environment variable with its path."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica

@@ -1,8 +1,7 @@
 """Limit the size of vLLM's disk tier for KV blocks, and make all tiers work on CPU.
 
 vLLM recomputes blocks of missing files. vLLM 0.32 refuses to offload on CPU, so `_stand_in`
-replaces device copies by memory copies. Remove this module when vLLM limits the tier and supports
-CPU.
+replaces device copies by memory copies. Remove this module when vLLM does both.
 """
 
 import contextlib

@@ -42,7 +42,7 @@ WORD = torch.int64
 
 @dataclass(frozen=True)
 class Destination:
-    """A copy of the region `box` of tensor `name` into `parameter` of `layer`.
+    """A copy of region `box` of tensor `name` into `parameter` of `layer`.
 
     Box element (i, j, …) goes to parameter element `offset + i·strides[0] + j·strides[1] + …`.
     """
@@ -57,7 +57,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Filling:
-    """A region of a parameter that the model's loader sets to a constant."""
+    """A parameter's region that the model's loader sets to a constant."""
 
     parameter: str
     offset: int
@@ -75,7 +75,7 @@ class Needs:
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
     """Return the slices that `model` loads, without changing the model.
 
-    Raise ValueError if a layer gets only some of its elements, or if a loader does more than copy
+    Raise ValueError if a layer gets only some of its elements, or its loader does more than copy
     slices and set constants.
     """
     with _without_storage(model) as owners:
@@ -297,7 +297,7 @@ def _follows(last: Run, run: Run) -> bool:
 
 
 def _evenly(found: list[Run]) -> list[Run]:
-    """Merge copies of equal shape at equal distances, such as copies of a layer's experts."""
+    """Merge copies of equal shape at equal distances, such as a layer's experts."""
     series: list[list[Run]] = []
     latest: dict[tuple[Any, ...], list[Run]] = {}
     for run in found:

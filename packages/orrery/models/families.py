@@ -1,4 +1,4 @@
-"""Describe families of networks as data: Hugging Face's parameter names and config fields."""
+"""Model families as data: Hugging Face's parameter names and config fields."""
 
 import re
 from collections.abc import Callable
@@ -129,9 +129,9 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # transformers' name of the rotated width
+        "head_dim": mla.rope_head_dim,  # transformers' name of RoPE's width
         "rope_interleave": True,
-        # vLLM chooses the router by the next two fields.
+        # These two fields choose vLLM's router.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),
@@ -206,7 +206,7 @@ class ModelFamily:
 
     - `ignored`: patterns of Hugging Face tensor names that loading skips.
     - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means one group per layer.
-      FSDP must not cast inputs, because they include float32 temperatures.
+      FSDP must not cast inputs, because the head gets float32 temperatures.
     - `expert_modules`: name patterns of modules whose parameters have experts in dimension 0.
     """
 
@@ -220,7 +220,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# The root FSDP unit owns tied embeddings, because both the embedding and the head read them.
+# The root FSDP unit owns tied embeddings, because embedding and head read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Rotary frequencies, stored in old checkpoints
@@ -242,7 +242,7 @@ FAMILIES = {
 def build(
     model: Model, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> CausalLm:
-    """Return the manifest's network. Its parameters are NaN, or have no storage on "meta".
+    """Return the manifest's network with NaN parameters, or without storage on "meta".
 
     Raise OrreryError for unsupported models, or if transformers is missing.
     """

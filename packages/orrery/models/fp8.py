@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once per optimizer step. Engines receive the same values.
 
-An FP8 layer keeps quantized weights in lists `<name>_fp8`. If its list is empty, a weight is
-quantized in each forward pass.
+An FP8 layer keeps quantized weights in lists `<name>_fp8`. Each forward pass quantizes a
+weight if its list is empty.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from orrery.wire.weight_wire.fp8_blocks import SCALE, in_blocks
 
 
 def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
-    """Yield (list of quantized weights, weights) of each FP8 matrix product."""
+    """Yield (list `<name>_fp8`, unquantized weights) of each FP8 matrix product."""
     for module in network.modules():
         found: list[tuple[Parts | None, list[Tensor]]] = []
         if isinstance(module, Attention):
@@ -72,7 +72,7 @@ class WeightCache:
 class SentWeights:
     """This rank's FP8 weights for engines, at constant addresses.
 
-    As in training, weights are quantized from bfloat16. `refresh` raises OrreryError if this rank's
+    Weights are quantized from bfloat16, as in training. `refresh` raises OrreryError if this rank's
     shard splits an FP8 block.
     """
 
@@ -105,7 +105,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (a scale tensor's description, this rank's index ranges in it, their scales)."""
+        """Yield (scale tensor, this rank's box in it, scales of that box)."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])
@@ -116,7 +116,7 @@ class SentWeights:
             yield (of, box, local) if hf.expert is None else (of, box[1:], local[0])
 
     def encoded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, unsharded tensor). Replace each FP8 weight by its scales and its values."""
+        """Yield (name, unsharded tensor). Replace each FP8 weight by its scales and FP8 values."""
         sent = {hf.name for hf in hf_tensors(self._network) if self.is_sent(hf)}
         for name, tensor in tensors:
             if name not in sent:

@@ -1,6 +1,6 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-`config.json` marks a complete folder, because it is removed first and written last. FP8 matrices
+`config.json` marks a complete folder: it is removed first and written last. FP8 matrices
 (e4m3) have one scale per 128 × 128 block. Multi-token-prediction layers (MTP,
 https://arxiv.org/abs/2412.19437, section 2.2) are copied, not trained.
 """
@@ -72,8 +72,8 @@ def open_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Check the folder's tensors, and yield {tensor name: open file} for `read`.
 
-    Raise OrreryError if a `wanted` tensor is missing or has another shape, or if any other tensor
-    is neither an FP8 scale nor `is_expected`. With `tied`, ignore the LM head.
+    Raise OrreryError if a `wanted` tensor is missing or has a wrong shape, or another tensor is
+    neither an FP8 scale nor `is_expected`. With `tied` embeddings, ignore the LM head.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -153,7 +153,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the folder's safetensors files. Raise OrreryError if the folder is incomplete."""
+    """Return the folder's safetensors files. Raise OrreryError if it is incomplete."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so this Hugging Face directory is unfinished. "
@@ -320,7 +320,7 @@ NOT_COMPARED = re.compile(
     r"|.*(dropout|pdrop)|.*aux_loss_coef|pretraining_tp"
 )
 YARN_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2")
-SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type unknown to transformers: type with equal config
+SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type that transformers lacks → type with equal config
 _POSITIONS = ("model_type", "max_position_embeddings", "n_positions")
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION
@@ -329,7 +329,7 @@ COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 def read_config(directory: Path, remedy: str) -> dict[str, Any]:
     """Return `config.json`, with infinities as {"__float__": "Infinity"}.
 
-    Manifests can hold only finite numbers.
+    Manifests hold only finite numbers.
     """
     return read_object(directory / CONFIG_FILE, remedy, lambda name: {"__float__": name})
 
@@ -402,7 +402,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # Nested dicts are rotary settings per layer type.
+    # A nested dict holds a layer type's settings.
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type

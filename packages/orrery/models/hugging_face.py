@@ -1,7 +1,7 @@
-"""Give any causal language model of transformers the interface of our own networks.
+"""Give any causal language model of transformers the interface of our networks.
 
-Documents are padded to equal length. Only causal models ignore padding, so others raise an error.
-Context parallelism, expert parallelism and router replay are not supported.
+Documents are padded to equal length. Only causal models ignore padding, so others are refused.
+Context and expert parallelism and router replay are not supported.
 """
 
 import copy
@@ -28,9 +28,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Names
 
-# Model types that transformers lists as causal, but whose tokens attend to later tokens
+# listed as causal by transformers, but tokens attend to later tokens
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Our field → possible names in transformers' configs
+# Our field → names in transformers' configs
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -101,7 +101,7 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
 
 
 def find_body(network: PreTrainedModel) -> str:
-    """Return the name of the network's child module that computes hidden states.
+    """Return the name of the child module that computes hidden states.
 
     Raise OrreryError if transformers does not name it, and no single child has the embedding.
     """
@@ -151,7 +151,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` declared by `config`'s class with a value other than None."""
+    """Return the first of `names` that is declared by `config`'s class and not None."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -181,7 +181,7 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network supports fewer than `max_positions` positions.
 
-    In batches beyond their limit, `longrope` and `dynamic` rotary angles depend on the longest
+    Above a limit, rotary angles of kinds `longrope` and `dynamic` depend on the batch's longest
     document.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
@@ -213,7 +213,7 @@ try:  # a private function that renames tensors as `save_pretrained` does
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of a test expert: 12 rows divide into 2, 3 or 4 parts
+PROBE_SHAPE = (12, 2)  # a probed expert's shape: 12 rows divide into 2, 3 or 4 parts
 
 _global_generator = threading.Lock()  # held during draws from torch's global generator
 
@@ -237,7 +237,7 @@ class HuggingFaceLm(CausalLm):
         self.lm_head = Head(network, body_name, head_name, embedding)
         self.body.eval()
         self._latest_draw: tuple[tuple[str, int, float], Tensor] | None = None
-        self._network = (network,)  # the tuple hides it from `nn.Module`
+        self._network = (network,)  # a tuple, so that `nn.Module` does not register it
         ours = {f"{body_name}.{name}": f"body.{name}" for name in self.body.state_dict()}
         ours |= {f"{head_name}.{name}": f"lm_head.{name}" for name in self.lm_head.state_dict()}
         state = network.state_dict(keep_vars=True)
@@ -302,7 +302,7 @@ class HuggingFaceLm(CausalLm):
                 buffer.copy_(filled._buffers[key])
                 if buffer.is_floating_point() and filled._buffers[key].isnan().any():
                     unknown[f"{name}.{key}"] = buffer
-        if unknown:  # bodies may fill buffers of layers, and `_nan_copy` shares layers
+        if unknown:  # the body's init may fill buffers of layers, which its copy shares
             init_weights(_nan_copy(self.body))
         for name, buffer in unknown.items():
             if buffer.isnan().any():
@@ -351,11 +351,11 @@ class _BodyOutput:
 
 
 class _PassthroughBody(nn.Module):
-    """Return inputs unchanged. Numeric attributes come from the body, others are `self`."""
+    """Return `inputs_embeds`. Numeric attributes are the body's, all others are `self`."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self._body = (body,)  # the tuple hides it from `nn.Module`
+        self._body = (body,)  # a tuple, to avoid registration
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _BodyOutput:
         return _BodyOutput(inputs_embeds)
@@ -372,9 +372,9 @@ class _PassthroughHead(nn.Identity):
 
 
 class Head(nn.Module):
-    """The LM head of a transformers network, with the interface of `LmHead`.
+    """A transformers network's LM head with the interface of `LmHead`.
 
-    For a head with bias or soft-capping, the backward pass recomputes chunks of logits.
+    With bias or soft-capping, the backward pass recomputes chunks of logits.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         body, head = network.get_submodule(body_name), network.get_submodule(head_name)
-        self._embedding = (embedding,)  # the tuple hides it from `nn.Module`
+        self._embedding = (embedding,)  # a tuple, to avoid registration
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
@@ -440,7 +440,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Return hidden · weightᵀ in float32 (float64 for float64), with gradients in input dtype."""
+    """hidden · weightᵀ in float32 (float64 for float64), with gradients in input dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -469,10 +469,9 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the checkpoint name of an expert's tensor, with `{expert}` for the expert's index.
+    """Return the checkpoint name of a tensor in `stack`, with `{expert}` for the expert's index.
 
-    Return a tuple if checkpoints split the tensor into equal parts. Raise OrreryError for other
-    splits.
+    Return a tuple if checkpoints split it into equal parts. Raise OrreryError for other splits.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")
@@ -512,7 +511,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Return a copy with NaN tensors on CPU, to find values that are never initialised."""
+    """Return a shallow copy with NaN tensors on CPU, to find uninitialised values."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

@@ -1,11 +1,11 @@
 """Multi-head latent attention (MLA): dense, or sparse with keys chosen by an indexer.
 
 Shapes: T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
-unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys (in
-THK and SHK: head width N + R), J indexer heads, I indexer width
+unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys
+(THK, SHK: K = N + R), J indexer heads, I indexer width, B bytes as in `key_bits`
 
 MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
-https://arxiv.org/abs/2512.02556. Layers that share keys: GLM-5.1, https://arxiv.org/abs/2603.12201.
+https://arxiv.org/abs/2512.02556. Shared keys: GLM-5.1, https://arxiv.org/abs/2603.12201.
 Attention is dense if no document exceeds the indexer's `top_k` tokens.
 """
 
@@ -40,12 +40,12 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """The keys chosen by an indexer. `score_TK` and `kl` are None for frozen indexers."""
+    """Keys chosen by an indexer. `score_TK` and `kl` are None for frozen indexers."""
 
     chosen_TK: Tensor  # i32 key indices, −1 for none
     score_TK: Tensor | None = None  # f32
     kl: Tensor | None = None  # f32 [], sum of indexer losses up to this layer
-    differ: Tensor | None = None  # i64 [2], counts of `key_bits`, summed up to this layer
+    differ: Tensor | None = None  # i64 [2], counts of `engine_keys`, summed up to this layer
 
 
 class KeyIndexer(nn.Module):
@@ -79,7 +79,7 @@ class KeyIndexer(nn.Module):
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's indexer keys: [T, I], or packed FP8 keys and scales [T, ·].
 
-        If the indexer is trained with FP8 scores, return both.
+        Return both to train the indexer with FP8 scores.
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):
@@ -106,9 +106,9 @@ class KeyIndexer(nn.Module):
     ) -> ChosenKeys:
         """Choose at most K = min(`top_k`, `longest`) keys per query, padded with −1.
 
-        - `keys`: results of the method `keys`, gathered from all ranks.
+        - `keys`: results of method `keys`, gathered from all ranks.
         - `longest`: length of the longest document.
-        - `engine_keys_TB`: an engine's choice: bits if `replays`, else a sample to compare with.
+        - `engine_keys_TB`: an engine's keys, as bits if `replays`, else as a sample to compare.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -118,7 +118,7 @@ class KeyIndexer(nn.Module):
             scored = self._rotate(q_TJI, angles), keys[0], gate_TJ * (num_heads * width) ** -0.5
         if is_fp8:
             q, scale_TJ = sparse_index_fp8.quantize_index(q_TJI, angles, self.turns_pairs)
-            # Multiply in vLLM's order, for equal rounding.
+            # vLLM's order, for equal rounding
             compared = q, keys[-1], gate_TJ.detach() * scale_TJ * width**-0.5 * num_heads**-0.5
         else:
             compared = scored
@@ -139,7 +139,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Return a rank's keys unchanged. Context parallelism replaces this module to gather keys."""
+    """One rank's keys. Context parallelism replaces this module to gather keys."""
 
     is_gathered = False
 
@@ -201,9 +201,9 @@ class LatentAttention(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, ChosenKeys | None]:
-        """Return the output [T, D], and the `choice` to pass to the next layer.
+        """Return the output [T, D], and the `choice` for the next layer.
 
-        This layer's indexer, if any, replaces the previous layer's `choice`.
+        A layer without an indexer returns the previous layer's `choice`.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -216,7 +216,7 @@ class LatentAttention(nn.Module):
         keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
         if indexer is not None:
             keys += indexer.keys(x_TD, angles)
-        # Attend to gathered keys in latent form, so that no rank expands keys of all ranks.
+        # Gathered keys stay latent, so that no rank expands the keys of all ranks.
         is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
         sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
@@ -257,7 +257,7 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
     ) -> ChosenKeys:
-        """Return `choice` with this indexer's loss, divided by `num_served`, added to `kl`."""
+        """Return `choice` after adding this indexer's loss / `num_served` to `kl`."""
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
         if documents.is_padding is not None:
@@ -289,7 +289,7 @@ class LatentAttention(nn.Module):
         return q_THK, k_SHK, F.pad(v_SHV, (0, width - value_width))
 
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return [q_THN · `kv_b_proj`'s key rows, q_THR]: queries [T, H, W] for latent keys."""
+        """Return queries [T, H, W] for latent keys: [q_THN · `kv_b_proj`'s key rows, q_THR]."""
         key_HNC, _ = self._up_projections()
         return head_products(q_THN, key_HNC.to(q_THN.dtype), q_THR)
 
@@ -305,9 +305,9 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return how many layers attend to the same chosen keys as layer `index`, including itself.
+    """Return how many layers use the keys chosen for layer `index`, including itself.
 
-    A "shared" layer uses the keys of the last "full" layer before it.
+    A "shared" layer uses the previous "full" layer's keys.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")

@@ -31,7 +31,7 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
     """Return each linear layer's output, computed in FP8 unless `fp8` is None.
 
-    `fp8` holds the quantized weights. If it is empty, quantize the weights.
+    `fp8` holds the quantized weights. If it is empty, quantize them.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -206,8 +206,8 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return scores f32 [T, K], expert ids i64 [T, K], and the number of differing ids.
 
-        Valid ids in `replayed_TK` replace the router's choice. Such an id differs if the router did
-        not choose it for the token.
+        Valid ids in `replayed_TK` replace the router's choice. They differ if the router did not
+        choose them for the token.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -261,10 +261,7 @@ class Experts(nn.Module):
         self.down_lora: Adapter | None = None
 
     def forward(self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder) -> Tensor:
-        """Return [T, D]: each token's sum of score · output over its experts.
-
-        Leave out a token's experts on other ranks. They have no row.
-        """
+        """Return [T, D]: each token's sum of score · output over its experts on this rank."""
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
             return fp8_experts(x_TD, score_TK, rows, weights, parts)
@@ -279,7 +276,6 @@ class Experts(nn.Module):
         before: Sequence[Callable[..., tuple[Tensor, Tensor, RowOrder]]],
         after: Sequence[Callable[[Tensor], Tensor]],
     ) -> list[Tensor]:
-        """Return `after(forward(*before(*chunk, row_block)))` of each chunk."""
         return [
             end(self.forward(*begin(*chunk, self.row_block)))
             for chunk, begin, end in zip(chunks, before, after, strict=True)
@@ -306,7 +302,7 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
-    load_E: Tensor  # i64, tokens per expert, excluding padding
+    load_E: Tensor  # i64, tokens per expert, without padding
     num_differing: Tensor | None  # i64 [], see `Router.forward`
 
 

@@ -1,7 +1,7 @@
 """LoRA (https://arxiv.org/abs/2106.09685): W + alpha / rank · B A.
 
-Merging computes in float32 and rounds once. A is drawn uniformly from ±1/√(inputs), with a
-generator seeded by run seed and adapter name. B starts at zero.
+Merging computes in float32 and rounds once. A is drawn uniformly from ±1/√(inputs), seeded by
+run seed and adapter name. B starts at zero.
 """
 
 import hashlib
@@ -94,9 +94,9 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
-    """Return the index ranges `box` of an adapter's factor A or B.
+    """Return part `box` of an adapter's factor A or B.
 
-    Gather the factor if its shards differ from `box`. Placements, equal on all ranks, decide this.
+    Gather the factor if its shards differ from `box`. All ranks decide alike, by placements.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -1,6 +1,6 @@
 """Find this rank's part of a sharded tensor.
 
-A shard is described by a box: a range `[start, stop)` per dimension. Replicas have equal boxes.
+A box describes a shard: a range `[start, stop)` per dimension. Replicas have equal boxes.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ from orrery.models.placement import (
 
 MAX_FILE_BYTES = 5_000_000_000
 MAX_DRAWING_THREADS = 16  # each thread holds one float32 tensor
-# Name parts that activation checkpointing and torch.compile insert
+# Activation checkpointing and torch.compile insert these into names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -97,7 +97,7 @@ def write_initial(
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # Reading pretrained weights is limited by the disk, so one thread suffices.
+    # The disk limits reading of pretrained weights, so one thread suffices.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -152,8 +152,8 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder. Keep the module's dtype.
 
-    Call `on_tensor` after every tensor. If the folder does not match the module, raise OrreryError
-    before any change.
+    Call `on_tensor` after every tensor. Raise OrreryError before any change if the folder does
+    not match.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -189,7 +189,7 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     start: Path | None = None,
 ) -> None:
-    """Write `config.json` and safetensors files of at most `max_file_bytes`, or of one tensor.
+    """Write `config.json` and safetensors files of at most `max_file_bytes`, or one larger tensor.
 
     Copy MTP (multi-token-prediction) layers from folder `start`. A rank buffers at most one file.
     """
@@ -253,7 +253,7 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return the tensors of a checkpoint in the order of `save`, without a collective."""
+    """Return a checkpoint's tensors in `save`'s order, without a collective."""
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""
@@ -296,12 +296,12 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, detached unsharded tensor) in the order of `hf_tensors`.
+    """Yield (HF name, detached unsharded tensor) in `hf_tensors`' order.
 
     Without sharding or adapters, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
-    # A parameter's tensors are adjacent, so one parameter is gathered at a time.
+    # A parameter's tensors are adjacent, so each parameter is gathered once.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
@@ -315,7 +315,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if they are sharded.
 
-    `lora_A` is [rank, in]. `lora_B` is [out, rank], times the scale. Experts are not supported.
+    `lora_A` is [rank, in]. `lora_B` is [out, rank] and scaled. Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}

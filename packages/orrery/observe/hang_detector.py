@@ -25,7 +25,7 @@ from orrery.runtime.health import (
 )
 
 GRACE_S = 10.0
-DEADLOCK_S = 120.0  # high, because a message may arrive long after its sender exited
+DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender exited
 STILL_S = 40.0  # low, so that a stalled stage ends within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
@@ -119,7 +119,7 @@ def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
 
 
 def deadlocked(living: Mapping[str, Health]) -> set[str]:
-    """Return the largest set of processes that wait only for members of the set."""
+    """Return the largest set of processes that wait only for one another."""
     stuck = {name for name, health in living.items() if health.waits}
     while True:
         freed = {
@@ -186,10 +186,10 @@ class _SeenRank:
 class RankStallDetector:
     """Find the ranks that stall their role.
 
-    A role has stalled when each rank is in one of these states. A rank's limit is its reported
-    `still_s`, or else the detector's. Heartbeats are not progress.
+    A role has stalled when each rank is in a state below. A rank's limit is its reported `still_s`,
+    or else the detector's. Heartbeats are not progress.
 
-    - silent: no heartbeat within its limit, although heartbeats are expected.
+    - silent: no expected heartbeat within its limit.
     - held: no progress within its limit, in a collective.
     - still: no progress within its reported limit, outside collectives.
     - late: it waits, another rank is held, and no rank made progress for the wait's `behind_s`.
@@ -290,7 +290,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A health report as received (`said`), and with times on the reader's clock (`stamped`)."""
+    """A health report as received (`said`), and on the reader's clock (`stamped`)."""
 
     said: Health
     stamped: Health
@@ -299,14 +299,14 @@ class _SeenHealth:
 class HealthView:
     """Convert health reports to the reader's monotonic clock, because hosts' wall clocks differ.
 
-    A change gets the time when the reader first saw it. Its deadline shifts by the same amount. A
-    pause between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
+    A change gets the time when the reader first saw it, and its deadline shifts equally. A pause
+    between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # boot id of a host → its smallest clock offset
+        self._behind_s: dict[str, float] = {}  # host's boot id → smallest clock offset
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:

@@ -1,6 +1,6 @@
-"""Show a running stage as a panel or a line, and send metric rows to TensorBoard and W&B.
+"""Show a running stage as a panel or line, and send metric rows to TensorBoard and W&B.
 
-- Metric names start with the row's event (`evaluation/<task>/reward_mean`), or with its role.
+- Metric names start with the row's event (`evaluation/<task>/reward_mean`), or its role.
 - TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
 """
 
@@ -245,7 +245,7 @@ def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: floa
     return parts
 
 
-SUBJECTS = ("task", "policy", "engine", "process")  # fields that name a row's subject
+SUBJECTS = ("task", "policy", "engine", "process")  # fields in metric names
 STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 
@@ -283,7 +283,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # Import late, because these imports are slow.
+        # These imports are slow.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -308,7 +308,7 @@ def configured() -> bool:
 class WandbSink:
     """One W&B run per run directory, resumed over stages and attempts.
 
-    `<stage>/step` is a separate value, because W&B's step must never decrease.
+    `<stage>/step` is a separate value, because W&B's step must not decrease.
     """
 
     def __init__(self, run_dir: Path):

@@ -1,4 +1,4 @@
-"""Build the objects of a stage: engine pool, tasks, sender, scheduler and loop."""
+"""Build a stage's objects: engine pool, tasks, sender, scheduler and loop."""
 
 import asyncio
 import threading
@@ -120,11 +120,11 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a scheduler, resumed from the newest checkpoint if one exists.
+    """Return a scheduler, resumed from the newest checkpoint if any.
 
-    Remove incomplete checkpoints and SFT's checkpoints.
+    Remove incomplete checkpoints and SFT's.
     """
-    # Removal is safe, because the trainer saves no checkpoint before its first batch.
+    # Safe, because the trainer saves no checkpoint before its first batch.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))
@@ -142,7 +142,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the first problem's index, which differs between the sites of an elastic run."""
+    """Return the first problem's index. It differs between sites of an elastic run."""
     if ctx.manifest.trainer.elastic is None:
         return 0
     return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20

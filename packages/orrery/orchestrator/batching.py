@@ -46,13 +46,13 @@ def document(rollout: Rollout, temperature: float) -> Columns:
 
 
 def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str]:
-    """Return {str(version): weight digest} of the policy versions that sampled `rollouts`."""
+    """Return {str(version): weight digest} of the versions that sampled `rollouts`."""
     versions = np.unique(np.concatenate([each.sampled_versions for each in rollouts]))
     return {str(version): known[version] for version in versions.tolist()}
 
 
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
-    """Pack documents (rollouts) into batch `step`.
+    """Pack documents (rollouts) into a batch.
 
     Ranks of a context-parallel group get the same micro-batches.
     """
@@ -86,7 +86,7 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {
         "event": "batch",
-        # Include dropped groups. Otherwise the mean is biased.
+        # Include dropped groups, to avoid bias.
         "reward_mean": float(rewards.mean()) if len(rewards) else trained_mean,
         "batch_reward_mean": trained_mean,
         "num_sampled": len(tally.rewards),

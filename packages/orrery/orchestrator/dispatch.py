@@ -1,7 +1,7 @@
-"""Start the rollouts of groups (each of one problem), and limit the rollouts in flight.
+"""Start rollouts in groups (one problem each), and limit the rollouts in flight.
 
-- The next group comes from the task furthest below its share of all groups.
-- Evaluation starts first, then started groups (their prompt is cached), then new groups.
+- The next group comes from the task furthest below its share of groups.
+- Order: evaluation, groups already started (their prompt is cached), new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
 """
 
@@ -25,7 +25,7 @@ TIMEOUT = "timeout"
 PROOF_S = 30.0
 BACKOFF = 0.05
 LEAST = 1e-9
-# Each poll multiplies (`share` − measured share) by e^(−DECAY · rollouts ended / in flight).
+# A poll multiplies a positive (`share` − measured) by e^(−DECAY · num_ended / in_flight).
 DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
@@ -110,11 +110,11 @@ class Source:
 
 @dataclass
 class AdaptiveLimit:
-    """The limit of rollouts in flight: the number of engines divided by `share`.
+    """The limit of rollouts in flight: number of engines / `share`.
 
-    `share` estimates the part of one engine's KV cache that a rollout uses. It rises at once but
-    falls slowly, because young rollouts use little cache. When engines preempt n requests, the
-    limit is m − min(n, max(1, BACKOFF · m)) with m = min(limit, rollouts in flight).
+    `share` estimates a rollout's part of one engine's KV cache. It rises at once but falls slowly,
+    because new rollouts use little cache. After n preemptions, the limit becomes
+    m − min(n, max(1, BACKOFF · m)) with m = min(limit, rollouts in flight).
     """
 
     bounds: AdaptiveAdmission
@@ -131,15 +131,15 @@ class AdaptiveLimit:
     ) -> None:
         """Update `share` and `limit`.
 
-        `num_ended`: rollouts ended since the last poll. `was_full`: at some time since then, all
-        permits were taken.
+        `num_ended`: rollouts ended since the last poll. `was_full`: all permits were taken at
+        some time since then.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # vLLM counts a request that loads KV blocks as waiting, but it occupies cache.
+        # vLLM counts requests that load KV blocks as waiting, but they occupy cache.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -168,7 +168,7 @@ class AdaptiveLimit:
         return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
-        """Return the number of new preemptions. A restarted engine counts from 0 again."""
+        """Return the number of new preemptions. A restarted engine counts from 0."""
         before = self._preemptions
         totals = {index: load.preemptions_total for index, load in loads.items()}
         self._preemptions = before | totals
@@ -300,7 +300,7 @@ class Dispatch:
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
         """Return requests in flight for longer than `timeout_s`. They stay in flight.
 
-        Time while no engine serves (not `is_served`) does not count.
+        Time without a serving engine (not `is_served`) does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -419,7 +419,7 @@ async def poll_engines(
             prompt_tokens=load.prompt_tokens_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip prefill engines, because rollouts fill only decode engines' caches.
+    # Skip prefill engines: rollouts fill only decode engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

@@ -84,9 +84,9 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 
 
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
-    """Raise RunFailed if `folder` does not hold the last weights that the trainer published.
+    """Raise RunFailed if `folder` does not hold the trainer's last published weights.
 
-    Check only `files` transport without FP8, because other digests are not comparable.
+    Check only `files` transport without FP8: other digests are not comparable.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8
@@ -176,8 +176,8 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: rewards by policy and task.
 
-    Means exclude failed rollouts, but include timeouts with a reward of 0. The mean over
-    tasks is weighted by requested rollouts.
+    Means exclude failed rollouts, except timeouts with reward 0. Requested rollouts weight the
+    mean over tasks.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

@@ -1,8 +1,8 @@
 """Collect groups (rollouts of one problem), compute their advantages, and cut batches.
 
 - A group without finished rollouts or with fewer than two rewards is dropped.
-- With `drop_zero_advantage_groups`, groups with only zero advantages are spare. A batch
-  uses them only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
+- With `drop_zero_advantage_groups`, groups with only zero advantages are spare: a batch uses
+  them only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
 - A batch takes the oldest groups first, and no stale group.
 """
 
@@ -20,8 +20,8 @@ from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Rollout
 
 STD_FLOOR = 1e-6  # smaller deviations are rounding errors
-BARREN_BATCHES = 10  # batches of consecutive untrainable rollouts that end the run
-RAISE = {  # drop reason → setting to raise
+BARREN_BATCHES = 10  # so many batches of untrainable rollouts in a row end the run
+RAISE = {  # drop reason → setting to increase
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
     "stale_in_queue": "max_off_policy_steps",
@@ -32,7 +32,7 @@ def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
     """Return A_i = R_i − mean(R) for rewards R (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
     If `normalize_std`, divide by the rewards' population standard deviation, as in the paper. Very
-    easy and very hard problems then weigh more (Liu et al. 2025, "Dr. GRPO").
+    easy and hard problems then weigh more (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
         return np.zeros(len(rewards), dtype=np.float32)
@@ -72,7 +72,7 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return survivors (finished rollouts) with advantages. `num_zeros` other rewards are 0."""
+    """Return finished rollouts with advantages, computed with `num_zeros` more rewards of 0."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [
@@ -137,7 +137,7 @@ class RolloutBuffer:
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many more rollouts to sample for `num_batches` batches.
+        """Return how many more rollouts `num_batches` batches need.
 
         The sampling budget limits this number, but always allows one batch.
         """

@@ -3,7 +3,7 @@
     generate       start rollouts and end slow rollouts
     train          pack batches of rollouts and send them to the trainer
     follow         load new policy versions into the engines and start evaluations
-    watch_engines  adapt the limit of rollouts in flight to the engines' load
+    watch_engines  adapt the limit of concurrent rollouts to the engines' load
 
 At a preemption, `train` makes the orchestrator and all trainer ranks checkpoint the same step.
 """
@@ -77,8 +77,7 @@ async def update_engines(
     """Load the newest policy version into all engines. Return whether a version was loaded.
 
     - Cancel stale rollouts first, because a paused engine handles no aborts.
-    - Rollouts start when the engines resume. `train` takes no batch until the engines have answered
-      the canary (a test prompt).
+    - Rollouts start when the engines resume. `train` also waits for the canary (test prompt).
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -87,7 +86,7 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Store the digest now, because engines may return this version's tokens during the update.
+    # Store the digest first: engines may return this version's tokens during the update.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
@@ -272,7 +271,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write metrics first, because a run resumed after this batch does not write them.
+        # Write metrics before `send`: a run that resumes after this batch does not write them.
         self.ctx.metrics.write(
             step,
             **row,

@@ -3,8 +3,8 @@
 - Prompt tokens and tool results are not trained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
 - `RolloutFailed`: the engine, the task or the judge failed.
-- `RolloutRunner` calls `on_ended` once per request, except for cancelled requests.
-  `RolloutRunner.check` raises unexpected exceptions of rollouts, to end the run.
+- `RolloutRunner` calls `on_ended` once per request, unless the request was cancelled. Its `check`
+  raises unexpected exceptions of rollouts, to end the run.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from orrery.wire.routed_experts import Routes, RouteShape, column, row_shape
 NO_VERSION = -1
 ENGINE_GONE = "engine_gone"
 SITE_REFUSED = "site_refused"
-# Pause after a lost engine, to avoid a tight loop of failures.
+# Pause after a lost engine, to avoid a failure loop.
 GONE_PAUSE_S = 1.0
 
 
@@ -112,7 +112,7 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k]
-    engine: int = UNKNOWN_ENGINE  # index, if one engine sampled all turns
+    engine: int = UNKNOWN_ENGINE  # engine index, if one engine sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
@@ -209,7 +209,7 @@ async def run_episode(
 
     - `seed`: turn t is sampled with `seed + t`.
     - `routes`: shape of the routed experts (MoE) that training replays.
-    - `share`: argument of `EnginePool.generate` for single-turn rollouts.
+    - `share`: passed to `EnginePool.generate`, equal for rollouts of one prompt.
     """
     problem, messages = opening.problem, list(opening.problem.messages)
     tokens = _Tokens(opening.prompt)
@@ -276,7 +276,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Batches hold float32. Checkpoints hold JSON, which has no infinity or NaN.
+    # Batches hold float32, and checkpoints JSON without infinity or NaN.
     if not (np.abs([reward, *metrics.values()]) <= np.finfo(np.float32).max).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics must be finite float32")
@@ -287,7 +287,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # Abort, because a router does not report disconnects to the engine.
+        # A router does not report disconnects to the engine.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:
@@ -314,7 +314,7 @@ def _failed(reason: str, error: BaseException) -> RolloutFailed:
 
 
 def _guard(reason: str, call: Any) -> Any:
-    """Return `call()`. Turn the task's exceptions, even SystemExit, into RolloutFailed."""
+    """Return `call()`. Convert the task's exceptions, even SystemExit, to RolloutFailed."""
     try:
         return call()
     except NOT_THE_TASKS:
@@ -336,9 +336,9 @@ async def _guard_async(reason: str, call: Any) -> Any:
 
 
 class Notifier:
-    """An event for all waiting tasks.
+    """An event that wakes all waiting tasks.
 
-    Do not `await` between testing a condition and `wait`, or a notification may be missed.
+    Do not `await` between testing a condition and `wait`, or `wait` may miss a notification.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 - A group (rollouts of one problem) starts only if an open batch has room for it.
 - An open batch accepts tokens of the engines' policy version, and is at most `max_batches_ahead` +
-  1 batches after the newest batch that the trainer has requested.
+  1 batches after the newest batch that the trainer requested.
 - `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
 
@@ -94,9 +94,9 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add an outcome. After the last, return the evaluation's result.
+        """Add an outcome. Return the evaluation's result after the last outcome.
 
-        Raise RunFailed if a token has another version, or if all rollouts of a task failed.
+        Raise RunFailed if a token has another version, or all rollouts of a task failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
@@ -150,7 +150,6 @@ class Evaluations:
 
 
 def describe_counts(row: dict) -> str:
-    """Return for example `250 rollouts, 3 of them timed out, 20 failed: 20 judge`."""
     text = f"{row['num_rollouts']} rollouts"
     if zeros := row["num_timeouts"] - row["failures"].get(TIMEOUT, 0):
         text += f", {zeros} of them timed out"
@@ -180,7 +179,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # version that the engines hold
+    version: int = NO_VERSION
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -200,7 +199,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # per rollout: task index, reward, whether its group has a nonzero advantage
+    # per rollout: task index, reward, whether the group has a nonzero advantage
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -241,7 +240,7 @@ class Scheduler:
         self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
-        self.wanted = 0  # newest batch that the trainer has requested
+        self.wanted = 0  # newest batch that the trainer requested
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
@@ -271,7 +270,7 @@ class Scheduler:
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
-            # Drop other sites' rollouts, because sites are renumbered and may have been refused.
+            # Drop other sites' rollouts: site numbers changed, and a site may be refused.
             num_own = manifest.inference.num_replicas
             self.buffer.drop_engines(lambda each: each >= num_own, "site_of_past_attempt")
 
@@ -383,7 +382,7 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop a refused site's rollouts, also later ones. Return the number dropped now."""
+        """Drop a refused site's rollouts, now and later. Return the number dropped now."""
         self._refused.add(engine)
         num_open = self.groups.drop_engine(engine)
         self.buffer.count(SITE_REFUSED, num_open)
@@ -397,7 +396,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state to store. A resumed run repeats unfinished groups and evaluations."""
+        """Return the state. A resumed run repeats unfinished groups and evaluations."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

@@ -2,8 +2,8 @@
 
 - `queue.safetensors` has the tokens of groups that wait for a batch. `state.json` has the rest.
 - The files of step n are written before batch n is sent, so every trainer checkpoint has them.
-- At a later preemption, newer state goes to `later.attempt_<k>/orchestrator/` in the checkpoint's
-  folder. A resumed run reads the newest state.
+- At a preemption after the checkpoint, newer state goes to `later.attempt_<k>/orchestrator/` in
+  the checkpoint. A resumed run reads the newest state.
 """
 
 import shutil
@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # If killed between these calls, the run resumes from an older state.
+    # A run killed between these calls resumes from older state.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
@@ -136,7 +136,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 def read(checkpoint: Path, step: int) -> Snapshot:
     """Return the newest orchestrator state in the checkpoint of `step`.
 
-    Raise OrreryError if it is incomplete or of another step.
+    Raise OrreryError if the state is incomplete or of another step.
     """
     path = checkpoint / "orchestrator"
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"

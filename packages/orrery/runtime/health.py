@@ -1,8 +1,8 @@
 """Write and read health files, each with a process's activity and open waits.
 
 - A write replaces `stages/<stage>/health/<role>.<i>.json` atomically, without fsync.
-- `time_s`: time of the last change. Heartbeats are not changes. `clock_s`: the same time on the
-  host's monotonic clock. `boot`: the host's boot id.
+- `time_s`: time of the last change other than a heartbeat. `clock_s`: the same time on the
+  monotonic clock of the host. `boot`: the host's boot id.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # maximum time between heartbeats, which NFS may delay by a minute
+HANG_S = 90.0  # limit between heartbeats (NFS may delay one by a minute)
 
 
 @dataclass(frozen=True)
 class Wait:
     """A wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: a rank in this wait counts as late (`hang_detector`) if no rank of its role makes
-    progress for so many seconds.
+    `behind_s`: `hang_detector` may call the waiting rank late if no rank of its role makes progress
+    for so many seconds.
     """
 
     what: str
@@ -76,7 +76,7 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None
-    still_s: float | None = None  # stalled after this time without progress
+    still_s: float | None = None  # time limit without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -280,7 +280,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return health by process name, of `attempt` or of all attempts. Skip unreadable files."""
+    """Return {process name: health} of `attempt`, or of all attempts. Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:

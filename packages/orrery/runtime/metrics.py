@@ -2,7 +2,7 @@
 
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
-  **attrs}`. Times are those of `time.time()`.
+  **attrs}`. Times are from `time.time()`.
 - An attempt that resumes at step n replaces older attempts' rows from step n on.
 """
 
@@ -75,7 +75,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk may store only a part of the line
+            while line:  # a full disk may store a part of the line
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -145,7 +145,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces. Call `add` for all rows, then `counts` for each."""
+    """Find rows that no newer attempt replaces. Call `add` for all rows before `counts`."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -236,7 +236,7 @@ class Stat:
 
 
 def parse_stat(stat: str) -> Stat:
-    """Parse /proc/<pid>/stat. Its process name may contain spaces and brackets."""
+    """Parse /proc/<pid>/stat, whose process name may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
@@ -273,7 +273,7 @@ class Sampler:
 
 
 class UsageRows:
-    """Write CPU use (100% per core) and memory of this process and its descendants."""
+    """Write CPU use (100% per core) and memory of this process tree."""
 
     def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
         self._name, self._metrics, self._period_s = name, metrics, period_s

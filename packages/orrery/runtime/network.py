@@ -1,10 +1,10 @@
 """Find a role's address and ports, and authenticate callers with the run's secret token.
 
-- Roles listen on the interface that ORRERY_INTERFACE names, by default loopback.
+- Roles listen on the interface ORRERY_INTERFACE, by default loopback.
 - Environment variables and arguments never contain the token. A process with the token hides its
   memory.
 - ORRERY_TOKEN_FILE names the token's file, such as a Kubernetes secret. `-` is standard input.
-- Each request carries a credential for one `Purpose`, derived from the token.
+- Each request carries a credential, derived from the token for one `Purpose`.
 """
 
 import hmac
@@ -58,12 +58,11 @@ def address() -> str:
 
 def name_interface() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
-    # Without "=", NCCL would take the name for a prefix.
+    # Without "=", NCCL takes the name for a prefix.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")
 
 
 def name_ucx_devices() -> None:
-    """Set UCX_NET_DEVICES to `interface()` and all RDMA ports, unless it is set already."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 

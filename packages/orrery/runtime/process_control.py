@@ -1,11 +1,11 @@
-"""Isolate processes, end them after their parent, preempt a stage, and kill engines.
+"""Isolate processes, end orphans, preempt a stage, and kill engines.
 
-- Orphans: a role polls its parent (`ParentWatch`), and kills its own process group when the parent
-  ends. Programs that poll no parent are started with `preexec_fn=die_with_parent`.
+- Orphans: `ParentWatch` kills a role's process group when the role's parent ends. Other programs
+  start with `preexec_fn=die_with_parent`.
 - Preemption: near the job's time limit, the launcher writes `stages/<stage>/wind_down`. The
   orchestrator then stops all trainer ranks at one step.
 - Fence: for an unresponsive engine, the orchestrator writes
-  `stages/<stage>/fenced/<name>.<attempt>.<restarts>`, and the launcher kills that process.
+  `stages/<stage>/fenced/<name>.<attempt>.<restarts>`, and the launcher kills the engine.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from pathlib import Path
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import fence_dir, request_path
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # variable with the parent's pid, or 0 if unknown
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # the parent's pid, or 0 if unknown
 START = "ORRERY_START"
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
@@ -60,7 +60,7 @@ def hide_memory() -> None:
 
 def drop_privileges() -> None:
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # no effect unless this process is root
+    for capability in range(CAPABILITIES):  # no effect without root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):
@@ -77,7 +77,7 @@ class ParentWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
         self.is_launched = LAUNCHER_PID in os.environ
-        # Remove the variable, because child roles must watch this process, not the launcher.
+        # Remove the variable: child roles must watch this process, not the launcher.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)

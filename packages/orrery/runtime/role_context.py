@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
-STDERR = 2  # file descriptor, because `sys.stderr` may lack one
+STDERR = 2  # `sys.stderr` may have no file descriptor
 PROGRAM_S = 60.0
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
@@ -131,7 +131,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
-    # Handle signals first, because the launcher may send SIGUSR1 once the health file exists.
+    # Handle signals first: the launcher may send SIGUSR1 once the health file exists.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -195,7 +195,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
-    """Let SIGUSR1 write stacks and run `answer` in a thread. Call this in the main thread."""
+    """Let SIGUSR1 write stacks and run `answer` in a thread. Needs the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

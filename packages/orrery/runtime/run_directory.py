@@ -1,10 +1,10 @@
 """Name the paths of a run's directory, and manage its layout, attempts and checkpoints.
 
 - A run whose layout file differs from LAYOUT is refused, not migrated.
-- Every start of a stage is an attempt k of the run. An exclusive mkdir of `attempts/<k>/` begins
-  it, so launchers never share an attempt.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so processes of an old attempt
-  never change a newer attempt's checkpoints.
+- Each start of a stage is an attempt k of the run. It begins with an exclusive mkdir of
+  `attempts/<k>/`, so launchers never share an attempt.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so leftover processes never
+  change a newer attempt's checkpoints.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from orrery.manifest.publish import make_folder, sync, write_atomic
 LAYOUT = 2
 LAYOUT_FILE = "layout"
 ATTEMPTS = "attempts"
-COMPLETE = "COMPLETE"  # marks a complete checkpoint
+COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
 STATUS = "status.json"
 SITE_FILE = "site.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # names the run that this run continues (`orrery adopt`)
+ADOPTED = "adopted.json"  # the run that this run continues (`orrery adopt`)
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -45,7 +45,7 @@ def done_path(run_dir: Path, stage: str) -> Path:
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the path of the file that maps verified inputs to their digests."""
+    """Return the file that maps verified inputs to their digests."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -62,7 +62,7 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of kill requests. Each is a file `<process>.<attempt>.<restart number>`."""
+    """Return the folder of kill requests, `<process>.<attempt>.<restart number>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
@@ -218,7 +218,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (for a container: --shm-size)"
 
 
-# environment variable with the fsspec URL of the folder for checkpoint copies
+# environment variable: fsspec URL of the folder for checkpoint copies
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -227,7 +227,7 @@ def place(run_dir: Path) -> str:
 
 
 def memory_prefix(run_dir: Path) -> str:
-    """Return the prefix of a run's files in /dev/shm: `orrery-<run id>-<hash of the path>-`.
+    """Return the prefix of a run's files in /dev/shm.
 
     The launcher removes these files before and after each stage.
     """
@@ -258,8 +258,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders.
 
-    A new run in the same folder gets another prefix, because its cache keys (policy versions)
-    repeat the old run's.
+    A new run in the same folder gets another prefix, because cache keys (policy versions) repeat.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -271,7 +270,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the prefix of engines' socket folders, short because paths have at most 107 bytes."""
+    """Return a short prefix of engines' socket folders. Socket paths have at most 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

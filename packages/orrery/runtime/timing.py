@@ -38,7 +38,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:
             return False
-        # Add to the due time, because `now_s` may be up to half of `shortest_s` earlier.
+        # Add to the due time, not to `now_s`, or early rows shorten the mean period.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

@@ -80,7 +80,7 @@ def _sentence(
     invalid: pydantic.ValidationError, args: type[pydantic.BaseModel], values: dict[str, Any]
 ) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt field causes two errors: unknown and missing. Report the unknown field.
+    # A misspelt field causes two errors, unknown and missing. Report the unknown field.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in _without_kinds(error["loc"], values))
     match error["type"]:
@@ -113,7 +113,7 @@ def _without_kinds(loc: Sequence[int | str], given: Any) -> Iterator[int | str]:
 class FewShot:
     """A task that puts solved examples before each problem of an inner task.
 
-    A spare example replaces an example that equals the problem. System prompts are joined.
+    A spare example replaces one that equals the problem. System prompts are joined.
     """
 
     class Args(Record):

@@ -72,7 +72,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # slice of all tokens, even those without characters
+EVERYTHING = (0, -1)  # marks all tokens, even tokens without characters
 Example = tuple[np.ndarray, np.ndarray]
 
 
@@ -118,7 +118,7 @@ class Renderer:
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
         """Return the token ids of `messages` and the generation prompt.
 
-        If not `closed`, the previous turn lacks its stop token, so begin with an end-of-turn token.
+        If not `closed`, begin with the end-of-turn token that the previous turn lacks.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -144,7 +144,7 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Messages in `trained_roles` are trained: all tokens of assistant turns, and content and
+        Messages of `trained_roles` are trained: all tokens of assistant turns, and the content and
         end-of-turn token of other messages. The first token is untrained.
 
         Raise OrreryError if the order of roles is invalid, no message is trained, or the template
@@ -402,7 +402,7 @@ def vocab_size(alphabet: str) -> int:
 def write_tokenizer(model: Model, folder: Path) -> None:
     """Write `model.tokenizer` into `folder` as Hugging Face files.
 
-    `chat_template_kwargs` become defaults in the template, so trainer, engines and exported models
+    `chat_template_kwargs` become the template's defaults, so trainer, engines and exported models
     make equal prompts. Raise OrreryError if the template lacks such a variable, or a pretrained
     tokenizer differs from its `sha256`.
     """

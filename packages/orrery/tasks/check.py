@@ -1,6 +1,6 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-- A task must create its first problems within a limit of CPU time.
+- A task must create its first problems within a CPU time limit.
 - If the tokenizer's files are present, problems and tool replies must fit its alphabet, the
   vocabulary and the context length.
 - All rows of a task's file are checked.
@@ -127,7 +127,7 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # With these verdicts, the answer is not a reply.
+    # The answers of these verdicts are not replies.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -287,7 +287,7 @@ def _longest_prompt_tokens(
 
 
 def tokenizer_facts(folder: Path) -> dict[str, Any]:
-    """Return `sha256`, the vocabulary size without added tokens, and the added tokens' ids."""
+    """Return `sha256`, the vocabulary size without added tokens, and added tokens' ids."""
     renderer = Renderer(folder)
     added = renderer.tokenizer.get_added_tokens_decoder()
     files = [folder / name for name in FILES if (folder / name).is_file()]
@@ -299,7 +299,7 @@ def tokenizer_facts(folder: Path) -> dict[str, Any]:
 
 
 def dataset_facts(folder: Path) -> dict[str, Any]:
-    """Return `sha256`, and each split's rows and columns. Unreadable splits become notes."""
+    """Return `sha256`, notes on unreadable splits, and other splits' rows and columns."""
     found: dict[str, Any] = {}
     notes = []
     order = [split_of(name) for name in data_names(folder)]

@@ -1,7 +1,7 @@
 """Pose the problems of a JSONL, JSON, CSV or Parquet file, or of a fetched dataset.
 
 `docs/datasets.md` describes the arguments. `held_out` divides the rows into a training and a
-held-out side. `split` chooses the side.
+held-out side, and `split` chooses one.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
-SHOWN = 3  # most rows that an error names
+SHOWN = 3  # maximum rows in an error
 TRIED = 16  # rows that test a user's reward function
-LONG_ANSWER = 4  # minimum words of an answer with a derivation
-KEPT = 8192  # cache size, more than rollouts in flight
+LONG_ANSWER = 4  # answers of so many words seem to hold a derivation
+KEPT = 8192  # cached problems, more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -93,7 +93,7 @@ class ProblemFile(Record):
 
 
 class Fraction(Record):
-    """Hold out rows by the filled prompt's hash, so equal prompts are on one side."""
+    """Hold out rows by the filled prompt's hash, so equal prompts share a side."""
 
     kind: Literal["fraction"]
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -174,7 +174,7 @@ class Dataset(SingleTurn):
     def _side_of(self, row: dict[str, Any]) -> Split:
         match self.args.held_out:
             case Fraction(fraction=fraction):
-                # The hash covers `str` of values. Another text would move rows between sides.
+                # The hash covers `str` of values. Any change would move rows between sides.
                 return split_of(filled(self.args.prompt, row, str), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
@@ -249,7 +249,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # Absolute, because scorer processes run in another working directory.
+            # Absolute, because scorer processes have another working directory.
             verdict["path"] = str(Path(self.args.verdict.path).absolute())
             # Scorers read JSON, so timestamps become text.
             row = json.loads(json.dumps(self._row(at), default=str))
@@ -262,8 +262,8 @@ class Dataset(SingleTurn):
     def check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
         """Check and count the rows of `split`.
 
-        Raise OrreryError for an unusable row, a prompt on both sides, or a prompt of more than
-        `max_tokens`, as counted by `tokens`.
+        Raise OrreryError for an unusable row, a prompt on both sides, or a prompt that `tokens`
+        counts as more than `max_tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
@@ -293,7 +293,7 @@ class Dataset(SingleTurn):
         max_tokens: int,
         answers: dict[tuple[str, ...], str],
     ) -> tuple[str, str] | None:
-        """Return (kind of error, advice), or None for a valid row."""
+        """Return (error, advice), or None for a valid row."""
         try:
             problem = self._problem(at, at)
         except OrreryError as error:
@@ -374,7 +374,7 @@ class Dataset(SingleTurn):
 
     @cached_property
     def digests(self) -> np.ndarray:
-        """Return uint64 [rows of `split`, 2]: the digests of each row and of its prompt."""
+        """Return uint64 [rows of `split`, 2]: digests of each row and of its prompt."""
         found = np.empty((len(self._kept), 2), dtype=np.uint64)
         for i, row in enumerate(map(self._row, self._kept.tolist())):
             prompt = filled(self.args.prompt, row)
@@ -413,7 +413,7 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-ROW_S = 10.0  # limit per row, checked in a fork, because SIGALRM ends it even in C code
+ROW_S = 10.0  # limit per row. SIGALRM ends the checking fork even in C code.
 
 
 class RowFailed(Exception):

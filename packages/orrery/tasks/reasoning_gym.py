@@ -1,6 +1,6 @@
 """Pose and judge single-turn problems of a family of `reasoning-gym`.
 
-- Each problem is item 0 of a dataset with its own seed. Items 1, 2, … would repeat item 0 of the
+- Each problem is item 0 of a dataset with a separate seed. Items 1, 2, … repeat item 0 of the
   next seeds.
 - Reward: the library's score of the text in `<answer>` tags or, without tags, of the reply.
 """
@@ -32,7 +32,7 @@ from orrery.tasks.task import (
 )
 
 MAX_DRAWS = 1000
-KEPT_DRAWS = 8192  # cache size, more than rollouts in flight
+KEPT_DRAWS = 8192  # more than rollouts in flight
 
 
 class Family:

@@ -30,7 +30,7 @@ class DataRows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return row `index`.
 
-        Raise ValueError if it is no object, is too deep, or has a lone surrogate.
+        Raise ValueError if the row is no object, is too deep, or has a lone surrogate.
         """
 
     def place(self, index: int) -> str:
@@ -198,7 +198,7 @@ class Joined:
 class Tables:
     """Rows of Parquet or Arrow files, without null fields.
 
-    If `needed` is given, files must have that column, and rows have only `needed` and `also`.
+    If `needed` is given, files must have it, and rows have only the columns `needed` and `also`.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Score answers in a pool of processes, because some scorers execute answers.
 
-- `python -m orrery.tasks.scorer_pool KIND` is a scorer process. It reads a line `[number, request,
-  text, limit_s]` per answer. It writes an empty line when ready, then `[number, score, note]` per
+- `python -m orrery.tasks.scorer_pool KIND` is a scorer process. It writes an empty line when ready.
+  Then it reads a line `[number, request, text, limit_s]` and writes `[number, score, note]` per
   answer. The score is null if the scorer fails, or a message if the request is invalid. The note
   is null or the exception of a user's reward function.
 - All processes share one PYTHONHASHSEED, because some reasoning-gym families order words by hash.
-- A failed process is replaced. Scoring its answer raises OrreryError and never gives 0.
+- A failed process is replaced. Its answer raises OrreryError instead of scoring 0.
 """
 
 import asyncio
@@ -51,16 +51,16 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256
 NOTE = b"note "
-KEPT_SCORERS = 64  # cache size; answers to one problem arrive together
+KEPT_SCORERS = 64  # answers to one problem arrive together
 MAX_SENTENCE = 500
 NUM_SCORERS = 8
-START_S = 120.0  # limit for a process to start, with slow imports
+START_S = 120.0  # imports are slow
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE
 HASH_SEED = "0"
-SLACK_S = 5.0  # extra time for a process to reply after `limit_s`
-CANARY_EVERY = 500  # answers between two canaries: known answers that test a scorer
+SLACK_S = 5.0  # extra time to reply after `limit_s`
+CANARY_EVERY = 500  # answers between two canaries (test answers)
 KEPT_SCORES = 10_000
-CANARY = "spiral_matrix"  # family of reasoning-gym's canary, because its scorer executes answers
+CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
 EXACT = {"kind": "exact", "ignore_case": False, "pattern": None}
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
@@ -84,7 +84,7 @@ class ScorerPool:
                 del self._scores[next(iter(self._scores))]
         if scoring.done():
             return scoring.result()
-        # Equal calls share one asyncio task, so a cancelled call must not cancel the task.
+        # Equal calls share one asyncio task, so a cancelled call must not cancel it.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -111,7 +111,7 @@ class ScorerPool:
                 raise OrreryError(
                     f"the process that scores answers {how}. The next answer gets a new process"
                 ) from error
-            except BaseException:  # or the next request would receive this score
+            except BaseException:  # the next request must not receive this score
                 scorer.end()
                 raise
             self._idle[kind].append(scorer)
@@ -125,7 +125,7 @@ class ScorerPool:
             return await scorer.score(request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """If due, score two known answers, right and wrong. Raise JudgeBroken for a wrong score."""
+        """If due, score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
         if scorer.num_until_canary == 0:
             request, right, wrong = _canary(scorer.kind)
             for text, known in ((right, 1.0), (wrong, 0.0)):
@@ -167,7 +167,7 @@ def _warn(note: str) -> None:
 
 @cache
 def _canary(kind: str) -> tuple[Any, str, str]:
-    """Return a request, and a right and a wrong answer to it."""
+    """Return (request, right answer, wrong answer)."""
     if kind == "verdict":
         return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
     import reasoning_gym
@@ -219,7 +219,7 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # Wait in a thread, because freeing the process's memory may take 0.5 s.
+        # Wait in a thread, because freeing the process's memory takes time.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
@@ -228,7 +228,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
-    # Each numpy thread takes part of the limited address space.
+    # Each numpy thread uses up limited address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -240,7 +240,7 @@ SCORERS = ScorerPool()
 
 def main() -> None:
     die_with_parent()
-    # Ignore Slurm's signals to the process group, to score pending answers.
+    # Ignore Slurm's signals to the process group, to finish answers.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -272,7 +272,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Fill sympy's caches, to halve the time of each fork."""
+    """Fill sympy's caches, to speed up forks."""
     from sympy import expand
     from sympy.parsing.sympy_parser import parse_expr
 

@@ -29,7 +29,7 @@ WORDS = (
     "summer", "sun", "table", "teacher", "train", "tree", "village", "wall", "water", "wind",
     "window", "winter", "wood",
 )  # fmt: skip
-COMPARED = 512  # maximum characters in `lcs_ratio`, because its time is quadratic
+COMPARED = 512  # maximum characters in `lcs_ratio` (quadratic time)
 INPUT = {"type": "string", "description": "the expression, such as 12*(3+4)"}
 TOOL = Tool(
     "calculator",
@@ -132,8 +132,8 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    A problem's answers share a log-normal length. The reward is a hash of the answer, so rewards
-    differ within a group.
+    All answers to a problem have one log-normal length. The reward is a hash of the answer, so
+    rewards differ within a group.
     """
 
     class Args(Record):

@@ -1,9 +1,9 @@
-"""Define the task protocol, and split problems into a training and a held-out side.
+"""Define the task protocol, and split problems into training and held-out.
 
 - A problem is a pure function of (args, seed, index), with JSON values.
 - An exception in `reply` or `judge` fails the rollout. Judges must accept any text.
-- `reply` and `judge` run on the orchestrator's event loop. Await another process
-  (`scorer_pool.py`) for slow work and code written by a model.
+- `reply` and `judge` run on the orchestrator's event loop. Slow work and code written by a model
+  belong in another process (`scorer_pool.py`).
 """
 
 import difflib
@@ -98,7 +98,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return a judgement whose reward is `score` clipped to [0, 1], or 0 for None."""
+    """Return a judgement with the reward `score` clipped to [0, 1], or 0 for None."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)

@@ -1,7 +1,4 @@
-"""Define verdicts: ways to judge replies of the task `dataset`.
-
-Their docstrings say when the reward is 1.
-"""
+"""Define verdicts on replies of the task `dataset`. Docstrings say when the reward is 1."""
 
 import hashlib
 import json
@@ -45,7 +42,7 @@ class Math(Record):
 class Exact(Record):
     """The reply, or group 1 of the last match of `pattern`, equals the answer.
 
-    Differences in Unicode form (NFKC), whitespace amounts and final full stops are ignored.
+    Unicode form (NFKC), whitespace amounts and final full stops are ignored.
     """
 
     kind: Literal["exact"]
@@ -74,7 +71,7 @@ class Pattern(Record):
 
 
 class Choice(Record):
-    """The reply chooses the answer's letter among the first `num_choices` letters."""
+    """The reply chooses the answer's letter from the first `num_choices` letters."""
 
     kind: Literal["choice"]
     num_choices: Annotated[int, Field(ge=2, le=26)]
@@ -179,7 +176,7 @@ def _choice(text: str, letters: str) -> str | None:
         found = [letter for letter in found if letter in letters]
         if found:
             return found[-1]
-    bare = text.strip(" \t\n*().:").upper()  # the reply may be a lower-case letter, such as "(b)."
+    bare = text.strip(" \t\n*().:").upper()  # the reply may be "(b)."
     return bare if bare in tuple(letters) else None
 
 

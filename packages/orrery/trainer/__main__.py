@@ -19,7 +19,7 @@ def main() -> None:
             raise OrreryError(
                 f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
             )
-        gc.disable()  # garbage collection would free no memory during imports
+        gc.disable()  # collection frees nothing during imports
         import_module("orrery.trainer.assemble" if ctx.stage != "init" else "orrery.models.weights")
         gc.freeze()
         gc.enable()
@@ -27,7 +27,6 @@ def main() -> None:
 
 
 def initialize(ctx: RoleContext) -> None:
-    """Write initial weights and tokenizer to the folder `weights/init`."""
     import torch
 
     from orrery.models import weights

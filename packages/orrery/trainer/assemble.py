@@ -66,7 +66,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
-        except Preempted:  # all ranks raise it at the same step, so closing cannot hang
+        except Preempted:  # raised on all ranks at the same step, so closing cannot hang
             destroy_world(world)
             raise
         destroy_world(world)
@@ -150,7 +150,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 def batch_deadline_s(manifest: Manifest) -> float:
     """Return the time limit to receive a batch.
 
-    Meanwhile, engines may sample an evaluation and a batch, in waves of concurrent rollouts.
+    Engines may have to sample an evaluation and a batch, in waves of concurrent rollouts.
     """
     orchestrator, tasks = manifest.orchestrator, manifest.tasks.evaluation
     evaluation, admission = orchestrator.evaluation, orchestrator.admission
@@ -172,7 +172,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return a publication's stall limit.
 
-    It exceeds the transfer's own time limit, because the transfer's error names the absent rank.
+    It exceeds the transfer's time limit, because the transfer's error names the absent rank.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -194,12 +194,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # One version each for the engines, the trainer, the queue, and each batch ahead.
+    # A version each for engines, trainer, queue and each batch ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory that published weights need.
+    """Return the bytes of shared memory for published weights.
 
     Raise OrreryError if they do not fit.
     """

@@ -1,11 +1,11 @@
-"""Define the interface of codecs, which turn float32 values into bytes and back.
+"""Define the interface of codecs, which encode float32 values as bytes.
 
 - Blocks of `block` values are encoded independently.
 - Lossy codecs decode a block to zeros if all magnitudes are below 2^-100.
 - Equal values give equal bytes on every host, with or without native code, because each float32
   operation rounds once and sums use integers.
-- Native code runs if `g++` can build it, otherwise numpy. The library is in `~/.cache/orrery`.
-  Hosts may share this folder, so the library's name has a hash of the processor's features.
+- Native code runs if `g++` can build it, otherwise numpy. Hosts may share `~/.cache/orrery`, so the
+  library's name has a hash of the processor's features.
 """
 
 import ctypes
@@ -36,11 +36,11 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-# Values are rounded to integers before they are summed. The unit is a block's max |x| / UNITS.
+# Sums add integers, in units of a block's max |x| / UNITS.
 UNITS = np.float32(2.0**20)
 THREAD_VALUES = 1 << 18  # minimum values per thread
 SOURCE = Path(__file__).with_name("native.cpp")
-# Without `-ffp-contract=off`, a fused multiply-add rounds once where numpy rounds twice.
+# `-ffp-contract=off` avoids fused multiply-adds, which round once where numpy rounds twice.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
     *("-ffp-contract=off", "-shared", "-fPIC"),
@@ -149,7 +149,7 @@ class Codec(ABC):
     def _values(self, wire: Bytes, n: int) -> Floats: ...
 
     def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
-        """Return x, f32[n], as bytes, in `out` if given.
+        """Encode x, f32[n]. Return the bytes, in `out` if given.
 
         Raise ElasticError for NaN and magnitudes over 2^100.
         """
@@ -171,7 +171,7 @@ class Codec(ABC):
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
         """Encode `share` · x + decoded `added` into `out`. Return `out`.
 
-        If `share` is 0, x may contain NaN.
+        x may contain NaN if `share` is 0.
         """
         if added is not None:
             added = self._checked(added, x)
@@ -256,7 +256,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale max |x| / `steps` and its inverse, or 0 if max |x| < SMALLEST."""
+    """Return each row's scale max |x| / `steps` and its inverse (both 0 if max |x| < SMALLEST)."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

@@ -28,9 +28,9 @@ class Float32Codec(Codec):
 
 
 class Int8BlockCodec(Codec):
-    """Encode values as int8 with a scale per 256 values, 1.016 bytes a value.
+    """Encode values as int8 with the scale max |x| / 127 per 256 values, 1.016 bytes a value.
 
-    The scale is max |x| / 127. Layout: float32 scales, then one int8 a value.
+    Layout: float32 scales, then one int8 a value.
     """
 
     kind = "int8_block"
@@ -96,10 +96,10 @@ def _codebook(values: Floats) -> tuple[Floats, Bytes]:
 
 
 class Int4BlockCodec(Codec):
-    """Encode values as 4-bit integers with a scale per 256 values, 0.516 bytes a value.
+    """Encode 4-bit integers with the scale max |x| / 7 per 256 values, 0.516 bytes a value.
 
-    The scale is max |x| / 7. Layout: float32 scales, then ⌈m/2⌉ bytes per block of m values. Byte i
-    has integer i in its low half and integer i + ⌈m/2⌉ in its high half, each plus 8.
+    Layout: float32 scales, then ⌈m/2⌉ bytes per block of m values. Byte i has integers i (low half)
+    and i + ⌈m/2⌉ (high half), each plus 8.
     """
 
     kind = "int4_block"
@@ -146,7 +146,7 @@ class TopK2BitCodec(Codec):
     """Keep the 64 largest magnitudes of each 4,096 values, 0.029 bytes a value.
 
     A kept value becomes its sign and a level. The high level is the mean of kept magnitudes above
-    their mean, the low level the mean of the others. `ErrorFeedback` sends dropped values later.
+    their mean. The low level is the mean of the others. `ErrorFeedback` sends dropped values later.
     Source: SparseLoCo (arXiv 2508.15706).
 
     A block of m values keeps k = ⌈m/64⌉. Layout: low and high level (float32), k codes of 2 bits, k

@@ -1,6 +1,6 @@
 """List and apply the patches of vLLM.
 
-`python -m orrery.inference.patches.registry` prints one line of JSON per patch.
+`python -m orrery.inference.patches.registry` prints a JSON line per patch.
 """
 
 import json
@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Environment variable: factor for the size of vLLM's route store.
+# Environment variable: size factor of vLLM's route store.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: positions in the bit mask of chosen keys. With 0, engines send samples.
+# Environment variable: positions in the bit mask of chosen keys, or 0 for a sample of keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 

@@ -311,7 +311,7 @@ def name_shared_memory(name: str) -> None:
 
 
 def unlink_host_tiers(name: str) -> None:
-    """Unlink the shared memory of KV offloading, once all processes have opened it.
+    """Unlink KV offloading's shared memory. Call this once all processes have opened it.
 
     Leave an empty file, because vLLM unlinks the path later.
     """
@@ -397,7 +397,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in Mooncake's event loop.
 
-    Never call this for a live engine, because the engine could write into freed blocks.
+    Never call this for a live engine, which could write into freed blocks.
     """
     _end_of(worker, engine_id).set()
 

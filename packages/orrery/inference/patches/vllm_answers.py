@@ -1,7 +1,7 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-`registry` gives the reasons. A streamed answer has one JSON line per finished sample. Before a
-pause or weight update, the engine core sends all held tokens, so that their versions are exact.
+`registry` gives the reasons. A streamed answer has one JSON line per finished sample. The engine
+core sends all held tokens before a pause or weight update, so that their versions are exact.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # Not too late, because vLLM sends the parameters when the first result is awaited.
+        # vLLM sends the parameters only when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -272,7 +272,7 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate steps' log-probs [positions, columns], cut to the narrowest step's columns."""
+    """Concatenate steps' log-probs [positions, columns], cut to the narrowest step."""
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
         (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)

@@ -1,7 +1,7 @@
-"""Read a report's data once from a run directory.
+"""Read a report's data from a run directory.
 
-If several attempts trained a step, the newest attempt's row counts. Curves with over POINTS points
-are thinned: each interval gives its mean, extremes or maximum.
+Each step has the newest attempt's row. Curves of over POINTS points are thinned to each interval's
+mean, extremes or maximum.
 """
 
 import logging
@@ -34,7 +34,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # array type → value that stands for None
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # array type → substitute for None
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -43,7 +43,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Store rows by column, so that long runs fit into memory. Keep only `keys`, if given."""
+    """Store rows by column, to fit long runs into memory. Keep only `keys`, if given."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}
@@ -102,7 +102,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # type of the array, or None if it is a list
+        self._code: str | None = None  # type code of an array, None for a list
         self._values: Any = []
 
     @property
@@ -222,7 +222,7 @@ class RunData:
     compared: Table  # log-probs of trainer and engine
     rounds: Table  # weight exchanges with other sites
     batches: Table
-    stopped_early: Table  # has a row if RL ended at `evaluation.stop_at`
+    stopped_early: Table  # one row if RL ended at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
@@ -231,7 +231,7 @@ class RunData:
     engines: Mapping[int, Table]
     usage: Sequence[Row]
     processors: Mapping[str, Table]
-    spans: Sequence[Span]  # spans of the RL stage's newest attempt
+    spans: Sequence[Span]  # RL's newest attempt
     result: Row
     evaluated: list[Row]
     network: float | None  # inter-node bytes/s per device, from RL's receipt
@@ -259,7 +259,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError if the `with` body meets an unreadable file or a malformed row."""
+    """Raise OrreryError for unreadable files and malformed rows in the `with` body."""
     try:
         yield
     except OSError as error:
@@ -273,14 +273,14 @@ def reading(what: str) -> Iterator[None]:
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """Return pairs (version, max |Δ log-prob| of trainer and engine with equal weights)."""
+    """Return (version, max |Δ log-prob| of trainer and engine with equal weights)."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of rollouts in groups whose advantages are all zero."""
+    """Return the share of rollouts in groups with only zero advantages."""
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 
@@ -294,7 +294,7 @@ def _network(path: Path) -> float | None:
     try:
         attempts = read_receipt(path)["stages"]["rl"]["attempts"]
         return attempts[-1]["network"]["gbit_per_s"] * 1e9 / 8
-    except (OrreryError, *MALFORMED):  # an old or damaged receipt is no reason to fail
+    except (OrreryError, *MALFORMED):  # ignore an old or damaged receipt
         return None
 
 
@@ -330,7 +330,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of all attempts at finished stages, except stages `left_out`."""
+    """Return the seconds of all attempts at finished stages except `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]
@@ -425,12 +425,12 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of time in RL's newest attempt, from the first busy moment to the end of training."""
+    """Shares of time in RL's newest attempt, from the first busy moment to training's end."""
 
     window_s: float
     trainer_busy: float  # `trainer.0` runs forward, backward or optimizer
     engine_busy: float  # an engine has a request in flight
-    overlapped: float  # share of `trainer.0`'s busy time in which an engine is busy
+    overlapped: float  # share of `trainer.0`'s busy time with a busy engine
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:

@@ -1,6 +1,6 @@
-"""Draw the report's figures. Figure functions return None without data.
+"""Draw the report's figures.
 
-A function's docstring is its figure's caption.
+Figure functions return None without data. Their docstrings are the captions.
 """
 
 from collections import defaultdict
@@ -116,9 +116,7 @@ def _since(start_s: float, end_s: float) -> tuple[float, str]:
 
 
 def reward(run: RunData) -> go.Figure | None:
-    """Mean reward of each training batch, and of held-out rollouts. Neither counts failed \
-    rollouts.
-    """
+    """Mean reward of training batches and of held-out rollouts, without failed rollouts."""
     if not run.batches and not run.evaluations:
         return None
     columns = [table.column("reward_mean") for table in (run.batches, run.evaluations)]
@@ -181,9 +179,7 @@ def versions(run: RunData) -> go.Figure | None:
 
 
 def agreement(run: RunData) -> go.Figure | None:
-    """Largest log-prob difference between trainer and engine with equal weights, and mismatch \
-    KL of all tokens.
-    """
+    """Largest log-prob difference between trainer and engine (equal weights), and mismatch KL."""
     if not run.rl:
         return None
     figure = _figure("policy version that was trained", "nats", yaxis_type="log")
@@ -224,7 +220,7 @@ def throughput(run: RunData) -> go.Figure | None:
 
 
 def admission(run: RunData) -> go.Figure | None:
-    """Rollouts in flight, their limit, and the use of the engines' caches."""
+    """Rollouts in flight, their limit, and the use of engines' caches."""
     if not run.admission:
         return None
     times_s = run.admission.column("time_s")
@@ -316,7 +312,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time after which no role has over POINTS spans, or None to draw all spans."""
+    """Return the time after which no role has over POINTS spans, or None to draw all."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

@@ -224,8 +224,8 @@ def render(run: RunData, wall_s: float) -> str:
         )
 
 
-WARM = 2  # first steps to leave out, because they compile
-# kinds of planned memory that `torch.cuda.max_memory_allocated` does not count
+WARM = 2  # first steps, left out because they compile
+# planned memory that `torch.cuda.max_memory_allocated` does not count
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
@@ -267,7 +267,7 @@ def _compared(run: RunData, budget: RunBudget) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # time of a step, because engines wait for a slower trainer
+            / budget.step_s,  # a step's time, because engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from orrery.wire.weight_wire import Published
 
 CONTROL_TIMEOUT_S = 120.0  # for control calls except weight loads and aborts
-LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer
+LOAD_TIMEOUT_S = 300.0  # exceeds a weight transfer's wait for a peer
 QUERY_TIMEOUT_S = 10.0
 # vLLM's prefix of request ids. Without it, an abort returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
@@ -113,10 +113,10 @@ class EngineClient:
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: tokens that end a sample and belong to it.
         - `routes_from`: position of the first token whose routed experts are returned.
-        - `session`: id of a conversation. A router keeps it on one engine.
+        - `session`: conversation id. A router keeps it on one engine.
         - `rank`: data-parallel rank, by default the client's choice.
 
-        Raise EngineGone if the engine is lost, and GenerationFailed after any other failure.
+        Raise EngineGone if the engine is lost, or GenerationFailed for other failures.
         Earlier samples are delivered. Cancelling this call aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
@@ -152,7 +152,7 @@ class EngineClient:
                     *(chosen, take),
                 )
         except EngineGone as error:
-            # A healthy server also closes a keep-alive connection after an error 500.
+            # A healthy server also closes connections after an error 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} closed the connection of {what}, but is healthy"
@@ -229,7 +229,7 @@ class EngineClient:
     async def update_weights(self, published: "Published") -> None:
         """Load the published weights in all workers.
 
-        If a worker fails, discard them in all workers, and raise UpdateFailed.
+        If one fails, discard the weights in all, and raise UpdateFailed.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -249,7 +249,7 @@ class EngineClient:
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        # Prefer the reason of the failing worker.
+        # Prefer the reason of a worker that failed itself.
         reason = min(reasons, key=lambda each: ELSEWHERE in each)
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:
@@ -352,7 +352,7 @@ CANARY_S = 120.0
 
 @dataclass(frozen=True)
 class Canary:
-    """A prompt that shows whether an engine computes with the published weights.
+    """A prompt that tests whether an engine uses the published weights.
 
     `bound` limits the mean |log-prob difference| from the trainer. Tokens are random, because
     log-probs of unlikely text react to any change of weights.

@@ -5,7 +5,7 @@
 
 - The prompt's KV cache may be of an older policy version than the sampled tokens. `cache_salt`
   names the oldest version allowed.
-- No router is used, because it would drop request ids and credentials.
+- A router would drop request ids and credentials, so none is used.
 - A decode engine also reads the KV blocks of a cancelled prefill, because reading frees them.
 """
 
@@ -24,7 +24,7 @@ from orrery.orchestrator.engines.messages import EngineGone, Generation, Generat
 from orrery.orchestrator.engines.requests import Address, Chosen, EngineChoice, TokenIds
 from orrery.runtime.timing import scaled
 
-# Salt suffixes in `_decode_of`: for all blocks of an engine, and for blocks that it computed.
+# Salt suffixes: ARRIVED for blocks of ended requests, COMPUTED for blocks computed locally.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0
@@ -60,7 +60,7 @@ class DisaggregatedEngines:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ):
-        """Keep references to `engines` and `admitted`, because the pool changes them.
+        """Keep references to `engines` and `admitted`, which the pool changes.
 
         - `engines`: prefill engines, in the order of `handovers`, then decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap`, but {} with NIXL.
@@ -94,7 +94,7 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Run `EngineClient.generate` on two engines, or on one that caches most of the prompt.
 
-        `cached_tokens` counts tokens cached where the prompt is computed. `session` is ignored.
+        `cached_tokens` is counted where the prompt is computed. `session` is ignored.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -124,7 +124,7 @@ class DisaggregatedEngines:
         """Return whether the decode engine computes the prompt's uncached tokens.
 
         Return False if the request needs routed experts of tokens that a prefill engine computed,
-        because the decode engine does not know these experts.
+        because the decode engine lacks them.
         """
         if not self._max_local_tokens:
             return False
@@ -205,7 +205,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Until then, they reserve the blocks into which the process might write.
+        Until then, they reserve the blocks that it might write.
         """
         if index not in self.producers:
             return
@@ -295,7 +295,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer. Free the prompt's KV blocks if the engine is lost."""
+        """Return the decode engine's answer. If it is lost, free the prompt's KV blocks."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):

@@ -96,7 +96,7 @@ class Attested(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """One engine's load. Totals count from the engine's start."""
+    """One engine's load. Totals count from its start."""
 
     running: int
     waiting: int
@@ -106,10 +106,10 @@ class EngineMetrics:
     generation_tokens_total: int
     loading: int = 0  # waiting requests that load KV blocks
     prompt_tokens_total: int = 0
-    external_hit_tokens_total: int = 0  # prompt tokens whose cache was outside GPU memory
+    external_hit_tokens_total: int = 0  # prompt tokens cached outside GPU memory
 
 
-# Structs of a response of /inference/v1/generate
+# Response of /inference/v1/generate
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -266,7 +266,7 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# This host lacks file descriptors, memory or ports. Retry, because no byte was sent.
+# This host lacks file descriptors, memory or ports. No byte was sent, so retry.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
@@ -307,12 +307,12 @@ class HttpServer:
         """Send one request. Return the answer's status and body, and the engine's index.
 
         - `what`: the request's name in errors.
-        - `on_timeout`: type of the error after `timeout_s`.
+        - `on_timeout`: error type after `timeout_s`.
         - `on_line`: called with each line and the engine's index if the status is 200. The returned
           body is then empty.
 
         Raise EngineGone if the server does not answer. If this host has no free socket until the
-        timeout, raise OutOfConnections if `on_timeout` is EngineGone, otherwise `on_timeout`.
+        timeout, raise `on_timeout`, but OutOfConnections instead of EngineGone.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)
@@ -356,7 +356,7 @@ class HttpServer:
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            # Random pauses spread the retries of thousands of calls.
+            # Random pauses spread thousands of retries.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 

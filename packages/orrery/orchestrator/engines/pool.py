@@ -3,8 +3,7 @@
 - No engine stays paused to wait for a slow or lost engine.
 - With restarts, a failed engine is fenced: it gets no requests until its next process (incarnation)
   has the wanted version. While no engine serves, requests and updates wait.
-- The run ends if weights are wrong, if a lost engine does not return, or if all engines refuse a
-  version.
+- The run ends if weights are wrong, a lost engine does not return, or all engines refuse a version.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit of other engines' transfers after one was interrupted.
+# Time left to other engines' transfers after one is interrupted
 ALONG_S = ROUND_S + 30.0
 
 
@@ -241,7 +240,7 @@ class EnginePool:
 
     @property
     def is_proving(self) -> bool:
-        """Return whether a running engine has not yet answered the canary correctly."""
+        """Return whether a resumed engine still lacks a correct canary answer."""
         return bool(self._proving)
 
     def check(self) -> None:
@@ -309,9 +308,9 @@ class EnginePool:
     async def update(
         self, published: "Published", on_resumed: Callable[[], None] = lambda: None
     ) -> UpdateReport | None:
-        """Return the report of the longest pause, or None if the trainer dropped this version.
+        """Return the report with the longest pause, or None if the trainer dropped the version.
 
-        Call `on_resumed` when all engines have resumed, before they answer the canary.
+        Call `on_resumed` once all engines have resumed, before their canary calls.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -351,7 +350,7 @@ class EnginePool:
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException]:
-        """Update these engines. Return the failures by index.
+        """Update these engines. Return failures by index.
 
         A lost engine interrupts direct transfers to other engines. Retry while the trainer keeps
         the version (lease).
@@ -409,7 +408,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # Ask the engine, because the error may not say that a worker has died.
+                # Ask the engine: the error may not mention a dead worker.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -443,7 +442,7 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven during its canary call, and ever after WeightsDiffer."""
+        """Keep `is_proving` true during the canary call, and permanently after WeightsDiffer."""
         self._proving.add(index)
         try:
             yield

@@ -85,7 +85,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             process_control.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        # Call the router last, because a slow router must not delay the restart.
+        # Call the router last: a slow router must not delay the restart.
         await self.dismiss(url)
 
     async def dismiss(self, url: str) -> None:

@@ -1,9 +1,9 @@
-"""Decide which calls share an engine request, and which data-parallel rank gets a request.
+"""Decide which calls share an engine request, and which data-parallel rank gets it.
 
-- `SharedRequests` saves CPU time: calls with equal `share` that begin in one pass of the event loop
-  become one request, which is aborted once no call waits for it.
-- `EngineChoice` chooses the rank with the lowest load, the new request included. Load: uncached
-  prompt tokens of requests in flight. A rank's cache is estimated from the requests sent to it.
+- `SharedRequests` saves CPU time: calls with equal `share` in one pass of the event loop become one
+  request, aborted once no call waits for it.
+- `EngineChoice` chooses the rank with the lowest load, including the new request. Load: uncached
+  prompt tokens of requests in flight. A rank's cache is estimated from its requests.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class SharedRequests:
         except asyncio.CancelledError:
             sending = request.sending
             if sending is not None and not request.is_wanted:
-                request.sending = None  # other cancelled calls do not abort again
+                request.sending = None  # so that other cancelled calls do not abort again
                 sending.cancel()
                 if len(request.calls) > 1:  # a single call's caller aborts the request
                     with suppress(OrreryError):
@@ -166,7 +166,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return a hash per whole block, over the salt and all tokens up to the block's end."""
+    """Return each whole block's hash of the salt and all tokens up to its end."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

@@ -1,7 +1,7 @@
 """Serve sites that lend engines: an HTTPS server, weight snapshots and a verifier.
 
 The HTTPS server listens on port P of `site.json`, the snapshot server on port P + 1. A site needs
-a TLS certificate from the run's authority that names it.
+a TLS certificate with its name, signed by the run's authority.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Return recomputed log-probs, or an empty result without a snapshot of `version`.
+        """Return recomputed log-probs, or an empty result if `version` has no snapshot.
 
         Wait at most PUBLISH_S for the snapshot. Raise RunFailed if the child process has ended.
         """
@@ -252,7 +252,7 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # time for sites to learn of the run's end
+            await asyncio.sleep(2 * POLL_S)  # sites must learn that the run is over
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:

@@ -1,6 +1,6 @@
 """Lend this site's engine to a run at another site: `python -m orrery.orchestrator.guests.lend`.
 
-- The engine loads a new policy version only between samples, so each sample has one version.
+- The engine loads a new policy version only while it is idle, so each sample has one version.
 - Weights come in hash-verified blocks from the run's site and other lending sites.
 """
 
@@ -182,7 +182,7 @@ class Lender:
                 continue
             finally:
                 self._is_asking = False
-                self._wake()  # no `await` before the new jobs start, or `_renew` misses them
+                self._wake()  # do not `await` from here to `create_task`, or `_renew` misses jobs
             if told.is_over:
                 self._ctx.log.info("the run is over")
                 return
@@ -210,7 +210,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # drop these answers: the run's own engines draw the samples
+                continue  # drop the answers: the run's engines draw the samples
 
     def _cancel(self, ids: Sequence[str]) -> None:
         for each in ids:

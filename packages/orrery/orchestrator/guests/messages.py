@@ -1,6 +1,6 @@
 """Messages between a run and a site (cluster) that lends it an engine, in msgpack over HTTPS.
 
-The site sends all requests: `Entry` begins its lease (membership), `Ask` gets jobs, `Answers`
+The site sends all requests. `Entry` begins its lease (membership), `Ask` gets jobs, and `Answers`
 returns samples. The lease ends after `lease_s` without a request.
 """
 
@@ -13,11 +13,11 @@ from orrery.manifest.errors import OrreryError
 MAX_ANSWERS = 32
 MAX_REASON = 300
 POLL_S = 1.0  # longest wait of an `Ask`
-LEAST_LOGPROB = -50.0  # least log-prob accepted, a probability of 2e-22
+LEAST_LOGPROB = -50.0  # smallest accepted log-prob (probability 2e-22)
 
 
 class GuestRefused(OrreryError):
-    """The run accepts no samples of the site."""
+    """The run accepts no samples from the site."""
 
 
 class LeaseOver(Exception):
@@ -25,23 +25,23 @@ class LeaseOver(Exception):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A site's first message. `listen`: ADDRESS:PORT where it serves weights to others, or ""."""
+    """A site's first message. `listen`: ADDRESS:PORT where other sites get weights, or ""."""
 
     terms: Terms
-    release: dict[str, str]  # {package of the engine: its version}
+    release: dict[str, str]  # {engine package: version}
     num_slots: int  # maximum number of concurrent samples
     listen: str = ""
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The answer to Entry. `attempt`: id of the run's last start. It invalidates weights."""
+    """The answer to Entry. `attempt`: id of the run's start. A new id invalidates weights."""
 
     lease: int
     attempt: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A request for at most `room` jobs. `version`, `digest`: the engine's weights."""
+    """A request for at most `room` jobs, with `version` and `digest` of the site's weights."""
 
     lease: int
     version: int
@@ -99,8 +99,8 @@ def check_answer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the answer's tokens i32 [n] and log-probs f32 [n].
 
-    Raise GuestRefused if no correct engine could give this answer. `version`: the site's weight
-    version when it took the job.
+    Raise GuestRefused if no correct engine could give this answer. `version`: version of the
+    site's weights for this job.
     """
     tokens, logprobs = _array(answer.token_ids, np.int32), _array(answer.logprobs, np.float32)
     num, stops = len(tokens), np.isin(tokens, job.stop_token_ids)

@@ -1,10 +1,10 @@
-"""Draw samples on engines of other sites (clusters), and check a random share of the answers.
+"""Draw samples on engines of other sites (clusters), and check the answers.
 
-- Log-prob differences of the run's own samples set bounds. Without bounds, no site gets jobs.
-- Answers are used only after a check of a random share of all answers since the last check.
-- If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
-- After a false answer, the site's queued rollouts are dropped, and the site is refused until its
-  line in `refused_sites.json` is removed.
+- The run's own samples set bounds of log-prob differences. Without bounds, sites get no jobs.
+- A site's answers are held until a random share of them has passed the check.
+- If a site restarts or sends no request for `lease_s`, the run's engines draw its samples.
+- A false answer drops the site's queued rollouts. The run refuses the site until its line in
+  `refused_sites.json` is removed.
 """
 
 import asyncio
@@ -49,9 +49,9 @@ from orrery.orchestrator.guests.sites import (
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # minimum jobs given to a site, if enough wait
-TAKE_S = 2.0  # after this wait, the run's own engines take a job
-MAX_OWN_CHECKS = 2  # concurrent checks of own samples, once `spread.is_known`
+LEAST = 8  # minimum jobs per reply to a site, if enough wait
+TAKE_S = 2.0  # after this wait, the run's engines draw the sample
+MAX_OWN_CHECKS = 2  # concurrent, once bounds are known
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -106,8 +106,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if the run's engines must draw it.
 
-        Consecutive calls with equal `share` have one prompt. All go to other sites, or all to the
-        run's engines, so that few engines prefill the prompt.
+        Consecutive calls with equal `share` have the same prompt. Either other sites or the run's
+        engines get all of them, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -177,7 +177,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Handle sites' requests. `name` is from the site's TLS certificate.
+    # Requests from sites. `name` is from the TLS certificate.
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -348,10 +348,7 @@ class GuestPool:
     async def _verify(
         self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
     ) -> set[int]:
-        """Check a random share of the answers.
-
-        Return the versions whose weights were removed before the check.
-        """
+        """Check a random share of the answers. Return versions whose weights are gone."""
         removed: set[int] = set()
         for version in {own.version for own, _ in window}:
             group = [each for each in window if each[0].version == version]

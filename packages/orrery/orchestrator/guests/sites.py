@@ -1,9 +1,9 @@
 """Keep the state of sites (clusters) that lend engines, and judge their samples.
 
-- `SiteTable` plans weight transfers. The other classes judge from recomputed log-probs whether a
+- `SiteTable` plans weight transfers. `SiteEvidence` judges from recomputed log-probs whether a
   site sampled with the weights that it reports.
-- A rollout's mean and largest |log-prob difference| are bounded by a multiple of the 90th
-  percentile over the run's own rollouts, or by a configured minimum if larger.
+- The bounds of a rollout's mean and largest |log-prob difference| are a multiple of the 90th
+  percentile over the run's own rollouts, or a configured minimum if larger.
 """
 
 import asyncio
@@ -26,25 +26,24 @@ from orrery.wire.recompute import Recomputed
 MAX_CANCELLED = 4096
 FETCH_S = 10.0  # assumed time of a weight transfer
 OPEN_S = 2.5
-CHANCE = random.SystemRandom()  # sites cannot predict its checks
-NUM_HONEST = 16  # own rollouts needed to compute bounds
+CHANCE = random.SystemRandom()  # unpredictable for sites
+NUM_HONEST = 16  # own rollouts needed for bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound of `peak`, in multiples of the bound of `mean`
+PEAK = 10.0  # minimum bound of `peak`, divided by that of `mean`
 NUM_ROLLOUTS = 64  # rollouts judged together
 MAX_DEVIATIONS = 6.0
-LARGEST = 10.0  # maximum |x| counted in `clipped`, in nats
+LARGEST = 10.0  # limit of |x| in `clipped`, in nats
 FALSE_ALARM = 1e-9  # probability that `clipped` refuses an honest site
 
 
 @dataclass(frozen=True)
 class RolloutScore:
-    """A rollout's log-probs compared with the recomputed log-probs.
+    """A rollout's log-probs compared with the recomputed log-probs (log p).
 
-    - `mean`, `peak`: mean and largest absolute difference.
-    - `surprise`, `square`, `variance`: sums over tokens of x = log p + entropy, x², and log p's
-      variance.
-    - `clipped`: `square` with x² limited to LARGEST² per token.
+    - `mean`: mean absolute difference. `peak`: largest absolute difference.
+    - `surprise`: sum of x = log p + entropy over the tokens. `square`: sum of x².
+    - `clipped`: sum of min(x², LARGEST²). `variance`: sum of the variances of log p.
     """
 
     mean: float
@@ -84,7 +83,7 @@ class HonestSpread:
         return len(self._scores) >= NUM_HONEST
 
     @property
-    def bounds(self) -> tuple[float, float]:  # upper bounds of `mean` and `peak`
+    def bounds(self) -> tuple[float, float]:  # of `mean` and `peak`
         least, tolerance = self._spec.min_logprob_difference, self._spec.tolerance
         usual = np.quantile([(each.mean, each.peak) for each in self._scores], QUANTILE, axis=0)
         mean, peak = (tolerance * usual).tolist()
@@ -98,7 +97,7 @@ class SiteEvidence:
       be within MAX_DEVIATIONS standard deviations of 0.
     - E[x²] is the variance of log p. With V the sum of variances, d = −ln FALSE_ALARM and b =
       LARGEST², the sum of min(x², b) must be at most V + √(2dbV) + ⅔db (Bernstein's inequality).
-      This detects unlikely tokens mixed with likely tokens so that x sums to 0.
+      This detects mixtures of likely and unlikely tokens in which x sums to 0.
     """
 
     def __init__(self) -> None:
@@ -141,7 +140,7 @@ class GuestJob:
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
-        """Let the run's engines draw the sample. To avoid bias, ignore the sample's length."""
+        """Let the run's engines draw the sample. The sample's length must not decide (bias)."""
         if not self.result.done():
             self.result.set_result(None)
 
@@ -209,7 +208,6 @@ class SiteTable:
         return self.is_up(site) and engine.version is not None and engine.version >= oldest
 
     def open_sites(self) -> list[GuestSite]:
-        """Return sites with recent weights, free slots, and a request in the last OPEN_S."""
         since_s = time.monotonic() - OPEN_S
         sites = self.sites.values()
         return [
@@ -219,8 +217,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The run's site and listening sites serve versions. At most as many sites fetch a version at
-        once as serve it.
+        The run's site and listening sites with this version serve it. The number of sites that
+        fetch it at once is at most the number that serve it.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:

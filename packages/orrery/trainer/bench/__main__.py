@@ -1,7 +1,7 @@
 """Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
-MANIFEST is a file, or a name in the checkout's `manifests/`. An omitted option comes from the run's
-row in `ROWS`, or is the default.
+MANIFEST is a file, or a name in the checkout's `manifests/`. The run's row in `ROWS` replaces
+default options.
 """
 
 import argparse

@@ -99,7 +99,7 @@ def main() -> None:
     partial.write_text(json.dumps(answer))
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
-        os._exit(1)  # an orderly exit would wait for unfinished collectives
+        os._exit(1)  # a normal exit would wait for collectives
 
 
 def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds that parts of one profiled step take. `by_kind` adds up to `step_s`."""
+    """Seconds of the parts of one profiled step. `by_kind` adds up to `step_s`."""
 
     step_s: float
     by_kind: dict[str, float]
@@ -304,7 +304,7 @@ class HostCopies:
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the profiled step's time by kernel kind, pass and kernel.
 
-    Where kinds overlap, `by_kind` counts the first of: computation, copies, communication.
+    Where kinds overlap, `by_kind` prefers computation to copies, and copies to communication.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]

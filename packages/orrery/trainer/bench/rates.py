@@ -1,6 +1,6 @@
 """`orrery bench rates`: measure FLOP/s and bytes/s, for `manifest/rates/<device>.json`.
 
-With one device, links cannot be measured, so the file repeats the known link rates.
+With one device, the file repeats the known link rates.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def grouped_flops(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Fit attention's FLOP/s = limit · L / (L + half) for documents of L tokens. Return both."""
+    """Fit FLOP/s = limit · L / (L + half) for documents of L tokens. Return (limit, half)."""
     rates = []
     for length in sizes.lengths:
         shape = (sizes.lengths[1], sizes.heads, 64)
