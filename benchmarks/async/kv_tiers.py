@@ -33,9 +33,9 @@ def manifest_of(is_cpu: bool) -> dict[str, Any]:
     run |= {field: tiers[field] for field in ("tasks", "stages", "orchestrator")}
     run |= {"name": NAME, "model": mixture["model"]}
     run["inference"]["kv_offload"] = tiers["inference"]["kv_offload"]
-    run["inference"]["kv_block_tokens"] = tiers["inference"]["kv_block_tokens"]
     if not is_cpu:
         run["inference"] |= {"kv_cache_bytes": CACHE_BYTES, "enforce_eager": True}
+        run["inference"]["kv_block_tokens"] = 16
         run["trainer"]["compile"] = False
     # Caches of older weights are not reused, so both turns must have the same weights.
     run["orchestrator"] |= {"max_off_policy_steps": 0, "max_batches_ahead": 0}

@@ -4,7 +4,7 @@
     // 31 characters, so that a question fills more than one block: partial blocks are not moved
     problems:: [problem { args+: { max_operand: 9, num_operations: 15 }, max_turns: 2 } for problem in super.problems],
     trainer+: { checkpoint+: { interval_steps: 4 } },
-    inference+: { kv_cache_bytes: 2097152, kv_offload: { kind: 'tiers', host_bytes: 1048576, disk_bytes: 268435456 } },
+    inference+: { kv_cache_bytes: 2097152, kv_offload: { kind: 'tiers', host_bytes: 4194304, disk_bytes: 268435456 } },
     orchestrator+: {
       // a call contains the question again
       sampling+: { max_tokens_per_turn: 48 },

@@ -34,10 +34,10 @@ TIERS = {
 STORE = {"kv_offload": {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}}
 
 
-async def ask(engine, name, salt, **options):
+async def ask(engine, name, salt, prompt=PROMPT, max_tokens=8, **options):
     return await engine.generate(
-        PROMPT,
-        max_tokens=8,
+        prompt,
+        max_tokens=max_tokens,
         temperature=1.0,
         cache_salt=salt,
         request_id=name,
@@ -61,6 +61,24 @@ async def until_found(engine, salt, name, **options):
             return answer
         await asyncio.sleep(0.25)
     return answer
+
+
+async def two_turns(engine, other, **options):
+    """Return turns of which the second, at `other`, finds all blocks of the first one's answer.
+
+    A turn stores its prompt's blocks too, so each attempt has a salt of its own.
+    """
+    for attempt in range(8):
+        salt = f"turns-{attempt}"
+        turn = await ask(engine, f"{salt}-1", salt, max_tokens=40, **options)
+        prompt = np.concatenate([PROMPT, turn.token_ids])
+        await asyncio.sleep(0.25 * attempt)
+        await forget(other)
+        later = await ask(other, f"{salt}-2", salt, prompt, **options)
+        if later.cached_tokens == BLOCKS + 32:
+            break
+    assert later.cached_tokens == BLOCKS + 32
+    return turn, later
 
 
 def same(one, other):
@@ -87,7 +105,11 @@ async def look_behind(url):
         newer = await ask(engine, "newer", "4", routes_from=0)
         for i in range(2 * DEVICE_BLOCKS * 32 // len(PROMPT)):
             await ask(engine, f"other-{i}", f"other-{i}")
-        return fresh, found, newer, await ask(engine, "evicted", "3", routes_from=0)
+        evicted = await ask(engine, "evicted", "3", routes_from=0)
+        turn, later = await two_turns(engine, engine, routes_from=0)
+        num_known = len(routes_of(turn))
+        np.testing.assert_array_equal(routes_of(later)[:num_known], routes_of(turn))
+        return fresh, found, newer, evicted
 
 
 def test_blocks_and_routes_come_back_from_host_memory_and_after_a_crash_from_disk(
@@ -355,6 +377,7 @@ async def share(urls):
         fresh = await ask(one, "fresh", "3")
         found = await until_found(other, "3", "found")
         newer = await ask(other, "newer", "4")
+        await two_turns(one, other)
         await forget(one)
         return fresh, found, newer, await until_found(one, "3", "again")
 

@@ -645,7 +645,7 @@ def test_measured_rates_are_a_file_that_plans_read(tmp_path, monkeypatch, capsys
 
 def test_attentions_rates_at_two_lengths_give_the_limit_and_half_of_it(monkeypatch):
     sizes = rates.Sizes(0, (), (0, 0, 0), (256, 1024), 1, 0)
-    found = iter(3.5 * 2 * 1024 * 64 * (n + 300.0) / 1e9 for n in sizes.lengths)
+    found = iter(3.5 * 2 * 1024 * rates.HEAD * (n + 300.0) / 1e9 for n in sizes.lengths)
     monkeypatch.setattr(rates, "seconds", lambda run, device: next(found))
     limit, half = rates.attention(sizes, torch.float32, torch.device("cpu"))
     assert limit == pytest.approx(1e9) and half == pytest.approx(300.0)

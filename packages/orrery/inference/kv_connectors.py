@@ -113,11 +113,13 @@ def _offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
             "kv_connector": "MooncakeStoreConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"save_decode_cache": True},
         }
     extra: dict[str, Any] = {
         "cpu_bytes_to_use": offload.host_bytes,
         "spec_name": "Tiers",
         "spec_module_path": "orrery.inference.kv_tiers",
+        "offload_prompt_only": False,  # a later turn's prompt contains earlier turns' answers
     }
     if offload.disk_bytes:
         max_bytes, _ = _shares(manifest, offload.disk_bytes)

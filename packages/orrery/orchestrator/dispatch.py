@@ -389,8 +389,8 @@ class TimeoutClassifier:
             elif case.is_slow:
                 found.append((request, TIMEOUT, detail))
             elif now_s - case.since_s > scaled(PROOF_S):
-                detail += f", and an engine made no tokens for {scaled(PROOF_S):g} s after that"
-                detail += "; see the logs of inference"
+                detail += f", and for {scaled(PROOF_S):g} s after that an engine made no tokens or "
+                detail += "did not report any; see the logs of inference"
                 found.append((request, "engine_still", detail))
         for request, _, _ in found:
             del self._expired[request.name]

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,13 +23,17 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from orrery.kernels.attention import varlen_attention
-from orrery.kernels.fp8.products import fp8_linear
+from orrery.kernels.fp8 import products
+from orrery.kernels.fp8.quantize import quantize, quantize_weight
 from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.devices import PCIE_BYTES, Rates, accelerator_of, rates_of
 from orrery.manifest.errors import OrreryError
 
 REPEATS = 7
+# A loaded GPU lowers its clock after about a second. Each figure is of `REPEATS` runs after that.
+HEAT_S, RUN_S = 2.0, 0.1
 NUM_LINKED = 2
+HEAD = 128  # width of attention's heads
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def measure(device: torch.device) -> tuple[str, Rates]:
     dense = [product_flops(sizes.tokens, *shape, dtype, device) for shape in sizes.shapes]
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     fp8 = [0.0]
-    if capability == (9, 0):
+    if capability == products.HOPPER and products.load():
         fp8 = [fp8_flops(sizes.tokens, *shape, device) for shape in sizes.shapes]
     limit, half = attention(sizes, dtype, device)
     source = f"measured on {model}, torch {torch.__version__}, {datetime.date.today()}"
@@ -120,17 +125,27 @@ def write(path: Path, rates: Rates, device: str) -> None:
     print(f"wrote {path}; plans read it once it is packages/orrery/manifest/rates/{device}.json")
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    found = []
-    for _ in range(REPEATS + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin_s = time.perf_counter()
+def seconds(run: Callable[[], object], device: torch.device, heat_s: float | None = None) -> float:
+    """Return the seconds of a call after `heat_s` seconds of calls, on a GPU HEAT_S by default."""
+    if heat_s is None:
+        heat_s = HEAT_S if device.type == "cuda" else 0.0
+    _timed(run, device, 1)
+    calls = max(1, int(RUN_S / _timed(run, device, 1))) if heat_s else 1
+    begin_s = time.perf_counter()
+    while time.perf_counter() - begin_s < heat_s:
+        _timed(run, device, calls)
+    return statistics.median(_timed(run, device, calls) for _ in range(REPEATS))
+
+
+def _timed(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin_s = time.perf_counter()
+    for _ in range(calls):
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begin_s)
-    return statistics.median(found[2:])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin_s) / calls
 
 
 def show(what: str, rate: float, unit: str) -> float:
@@ -148,10 +163,11 @@ def product_flops(
 
 
 def fp8_flops(tokens: int, outputs: int, inputs: int, device: torch.device) -> float:
-    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=device)
-    weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
-    with torch.no_grad():
-        flops = 2 * tokens * outputs * inputs / seconds(lambda: fp8_linear(x, [weight]), device)
+    x, _ = quantize(torch.randn(tokens, inputs, dtype=torch.bfloat16, device=device))
+    weight, _ = quantize_weight(torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device))
+    library = products.load()
+    run = partial(products.product, library, x, weight, torch.bfloat16)
+    flops = 2 * tokens * outputs * inputs / seconds(run, device)
     return show(f"product {tokens} × {inputs} × {outputs}, FP8", flops, "FLOP/s")
 
 
@@ -169,7 +185,7 @@ def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[f
     """Fit FLOP/s = limit · L / (L + half) for documents of L tokens. Return (limit, half)."""
     rates = []
     for length in sizes.lengths:
-        shape = (sizes.lengths[1], sizes.heads, 64)
+        shape = (sizes.lengths[1], sizes.heads, HEAD)
         q, k, v = (
             torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
         )
@@ -180,7 +196,7 @@ def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[f
         ) -> None:
             varlen_attention(q, k, v, ends, longest).sum().backward()
 
-        flops = 3.5 * 2 * shape[0] * length * sizes.heads * 64
+        flops = 3.5 * 2 * shape[0] * length * sizes.heads * HEAD
         flops /= seconds(both, device)
         rates.append(show(f"attention, documents of {length}", flops, "FLOP/s"))
     (short, long), (low, high) = sizes.lengths, rates
@@ -253,7 +269,8 @@ def _linked_rank(
         work.wait()
 
     warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor`", FutureWarning)
-    found = [num_bytes / seconds(run, device) for run in (send, gather)]
+    # Both ranks must make equally many calls.
+    found = [num_bytes / seconds(run, device, heat_s=0) for run in (send, gather)]
     if rank == 0:
         answers.put(tuple(found))
     dist.destroy_process_group()
