@@ -19,7 +19,7 @@ from orrery.wire.rendezvous import ENGINE_HEADER
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Environment variable with the prefix of shared memory names.
+# Environment variable: prefix of shared memory names.
 SHARED = "ORRERY_SHARED_MEMORY"
 OPEN = ("/health", "/metrics")
 GENERATE = "/inference/v1/generate"
@@ -51,7 +51,7 @@ class AttestingWorker:
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Return the last weight update's error, or None."""
+        """Return the last update's error, or None."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
@@ -68,7 +68,7 @@ class AttestingWorker:
         }
 
     def attested(self) -> dict[str, Any]:
-        """Return {"digest": digest of all fingerprints, "how": {kind: number of tensors}}."""
+        """Return {"digest": hash of all fingerprints, "how": {kind: number of tensors}}."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {
@@ -97,7 +97,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail Mooncake's reads from an ended engine. NIXL detects ended engines itself."""
+        """Abort Mooncake's KV reads from an ended engine. NIXL detects ended engines itself."""
         from orrery.inference.patches.vllm import give_up_pulls_of
 
         worker = _connector_worker()
@@ -118,10 +118,10 @@ def _connector_worker() -> Any:
 
 
 class RequireToken:
-    """ASGI middleware: before reading a body, refuse (401) requests without the path's credential.
+    """ASGI middleware: refuse (401) requests without the path's credential, before reading a body.
 
-    Path GENERATE needs the credential `generate`, paths in OPEN none, other paths `administer`.
-    Without a token, an engine refuses all requests if a launcher started it, else accepts all.
+    OPEN paths need no credential, GENERATE needs `generate`, and all other paths `administer`.
+    Without a token, an engine refuses all requests if a launcher started it, otherwise none.
     """
 
     def __init__(self, app: "ASGIApp") -> None:

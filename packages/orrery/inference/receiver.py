@@ -3,8 +3,8 @@
 - A version comes in files (whole tensors or LoRA factors) or by direct transfer (slices).
 - A fingerprint is a 64-bit hash of the tensor in the model ("resident") or, if the engine repacks
   or slices it, of the tensor on arrival ("as_consumed").
-- Workers never raise, because vLLM 0.32 would mix up the workers' results. If one worker fails,
-  all discard the update.
+- Workers never raise, because vLLM 0.32 would mix up their results. If one worker fails, all
+  discard the update.
 """
 
 import abc
@@ -67,7 +67,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
-    transfer: int = 0  # number of the direct transfer, 0 if weights come in files
+    transfer: int = 0  # number of the direct transfer, or 0 for files
 
 
 class Consumed(NamedTuple):
@@ -79,16 +79,16 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A transfer round: slices of FP8 scales and values, copies of decoded FP8 and other slices."""
+    """A transfer round: FP8 slices to decode, and copies into the model."""
 
     scales: list[Slice]
     values: list[Slice]
-    wide: list[Run]
-    plain: list[Run]
+    wide: list[Run]  # copies of decoded values
+    plain: list[Run]  # copies of all other slices
 
 
 class Place(NamedTuple):
-    """A published tensor's parameter in the model, if vLLM neither fuses nor repacks it."""
+    """The parameter of a published tensor that vLLM neither fuses nor repacks."""
 
     module: torch.nn.Module
     parameter: str
@@ -124,11 +124,11 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
-        """Receive a whole version, or raise."""
+        """Receive a whole version. `receive_weights` catches errors."""
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """End the reload. Return the model's fingerprints, or {} if the update is incomplete."""
+        """End the reload. Return the fingerprints, or {} if the update is incomplete."""
 
 
 class Receiver(Backend):
@@ -155,7 +155,7 @@ class Receiver(Backend):
             self.model.load_weights(decoded(self._fingerprinted(update)))
             self._check_complete(update)
         else:
-            # No `torch.device` context, because dynamo recurses endlessly in vLLM's FP8 rounding.
+            # In a `torch.device` context, dynamo recurses endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
                 self._take(update)
 
@@ -277,7 +277,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # vLLM resets a complete layer's `load_numel`. A padded embedding never looks complete.
+            # vLLM resets `load_numel` of complete layers. Padded embeddings never look complete.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -309,7 +309,7 @@ class Receiver(Backend):
             return None
         if isinstance(place.module, VocabParallelEmbedding):
             parameter = parameter[: consumed.shape[0]]  # the other rows are padding
-        is_whole = parameter.shape == consumed.shape  # the rank has no tensor-parallel slice
+        is_whole = parameter.shape == consumed.shape  # not a tensor-parallel slice
         return parameter.detach() if is_whole else None
 
     def _place(self, name: str) -> Place | None:
@@ -332,7 +332,7 @@ class Receiver(Backend):
 class AdapterReceiver(Backend):
     """Overwrite the factors of the engine's adapter while the engine is paused.
 
-    vLLM's `load_inplace` is unsuitable, because older requests would load the old files again.
+    vLLM's `load_inplace` is unsuitable: a request from before the update would reload old files.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -396,7 +396,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a LoRA factor's fingerprint and kind. Read `buffer` (vLLM's) if the factor fits."""
+    """Return a LoRA factor's fingerprint and kind. Read vLLM's `buffer` if the factor fits."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

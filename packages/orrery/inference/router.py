@@ -1,8 +1,8 @@
 """Run vllm-router for the engine replicas, behind a proxy (`Front`) that checks credentials.
 
-- Without the proxy, any caller could add engines. The router validates keys at the proxy's route
-  `AUTHORIZED`, so it also refuses callers that bypass the proxy.
-- The router and its Prometheus page listen on loopback, and only the proxy on `ctx.host`.
+- Without the proxy, any caller could add engines. The router validates API keys at the proxy's
+  route `AUTHORIZED`, so it also refuses callers that bypass the proxy.
+- The proxy listens on `ctx.host`. The router and its Prometheus page listen on loopback.
 - Retries and circuit breakers are off, because callers handle failed requests.
 """
 
@@ -43,11 +43,11 @@ from orrery.wire import rendezvous
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER, request_s
 
 ENGINES_DEADLINE_S = 600.0
-CLIENT_FIRST_S = 60.0  # the router's extra time, so that clients time out first
+CLIENT_FIRST_S = 60.0  # added to the router's timeout, so that clients time out first
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
-AUTHORIZED = "/authorized"  # answers 200 to the credential `generate`
+AUTHORIZED = "/authorized"  # route: 200 if the caller has the credential `generate`
 ROUTES = {
     ("GET", AUTHORIZED): Purpose.GENERATE,
     ("POST", "/inference/v1/generate"): Purpose.GENERATE,
@@ -60,7 +60,7 @@ ASKED = {b"content-type", SESSION_HEADER.lower().encode()}
 PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
-BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
+BACKLOG = 1024  # the orchestrator opens hundreds at once
 KEPT_S = 600.0  # callers close idle connections earlier
 SWEEP_S = 10.0
 LINGER_S = 1.0
@@ -76,7 +76,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Above `most` requests, the router answers 429. Factor 2: old and new requests may overlap.
+    # The router answers 429 above `most`. Factor 2, because old and new requests may overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -102,7 +102,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first argument is the URL that validates API keys.
 
-    vllm-router 0.1.17 has no option for this URL. Without the URL, it accepts every call.
+    vllm-router 0.1.17 has no option for this URL, and without it accepts every call.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 
@@ -182,7 +182,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Front:
-    """The proxy, which checks credentials. With an empty token, it accepts all requests."""
+    """The proxy. With an empty token, it accepts all requests."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
@@ -289,7 +289,7 @@ class _Caller(asyncio.Protocol):
         self._body_bytes, self._expects = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's class is another
+        self.transport = cast(asyncio.Transport, transport)  # uvloop has another class
         self._front.callers.add(self)
 
     def connection_lost(self, _: Exception | None) -> None:

@@ -1,7 +1,7 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
 - vLLM's processes end with this process, which ends within WATCH_S of an engine core's death.
-- In the role `headless`, this process runs engine cores for a server on another node.
+- In the role `headless`, it runs engine cores for a server on another node.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
 """
 
@@ -41,7 +41,7 @@ from orrery.wire import rendezvous
 
 WATCH_S = 0.25
 STOP_S = 2.0  # time from SIGTERM to SIGKILL
-HANG_UP_S = 0.3  # time to send answers after the engine has stopped
+HANG_UP_S = 0.3  # time for answers after the engine stops
 START_DEADLINE_S = 300.0
 
 POINTER = "root cause"  # vLLM's error "See root cause above." refers to its log
@@ -49,7 +49,7 @@ HANDLED = "During handling of the above exception, another exception occurred:"
 END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
-CONSEQUENCE = re.compile(  # errors caused by another process's end
+CONSEQUENCE = re.compile(  # another process's end causes these errors
     r"(?:DistNetwork|Cancelled|EOF|BrokenPipe|ConnectionReset)Error|KeyboardInterrupt|SystemExit"
     r"|: cancelled$"
     r"|Connection (?:closed|reset) by peer|remote process exit"
@@ -81,8 +81,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM. `disk`: folder of KV blocks.
 
-    Raise RunFailed if the engine dies or does not start. If `explain` has advice on a failed start,
-    raise OutOfMemory instead.
+    Raise RunFailed if the engine dies or does not start. `explain` turns the cause of a failed
+    start into advice or None. With advice, raise OutOfMemory instead.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -96,7 +96,7 @@ def serve(
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # Paths of vLLM's sockets in TMPDIR must have at most 107 bytes.
+    # vLLM puts sockets in TMPDIR. Their paths must have at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
 
     def death() -> str | None:
@@ -126,11 +126,11 @@ class Left:
     start: str
     shared: str
     disk: Path | None
-    pid: int  # the server's process id, because forks must not remove files
+    pid: int  # the server's, because forks must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Return this engine's files. Call this before TMPDIR changes."""
+        """Call this before TMPDIR changes."""
         tempfile.tempdir = None
         name = ctx.index if ctx.role == "inference" else ctx.name
         start = run_directory.start_prefix(ctx.run_dir, name)
@@ -165,7 +165,7 @@ async def _serve(
 ) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]
-    os.register_at_fork(after_in_child=socket.close)  # otherwise a fork would hold the port
+    os.register_at_fork(after_in_child=socket.close)  # otherwise forks hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()
     # Building the client blocks the event loop, so the heartbeat starts afterwards.
@@ -237,7 +237,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """Return an event that vLLM's shutdown sets. A thread ends all processes STOP_S later."""
+    """Return an event that is set when vLLM shuts down. STOP_S later, kill all processes."""
     stopping = threading.Event()
     shutdown = engine.shutdown
 
@@ -304,11 +304,10 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of an engine failure.
+    """Return the cause of an engine failure: `error`, or the exception in `log` that it refers to.
 
-    It is `error`, or if `error` refers to `log`, an exception logged after byte `begin`. Prefer
-    unhandled exceptions, then handled ones, then those caused by another process's exit. Among
-    equals, prefer exceptions logged as ERROR.
+    Read `log` from byte `begin`. Prefer, in order: unhandled exceptions, handled exceptions,
+    exceptions caused by another process's exit. Among equals, prefer log level ERROR.
     """
     if POINTER not in str(error):
         return str(error)
@@ -337,7 +336,7 @@ def root_cause(error: Exception, log: Path, begin: int) -> str:
 
 
 def explain_memory(cause: str, manifest: Manifest, weights: Path) -> str | None:
-    """Return advice on vLLM's memory error (which field to change to which value), or None.
+    """Return advice on vLLM's memory error (a field and its new value), or None.
 
     KV cache memory = device capacity − other processes' memory − weights − reserve.
     """

@@ -1,14 +1,14 @@
-"""Linear layers, and products of each head with its own matrix, as single operators.
+"""Custom operators: a linear layer, and the product of each head with its own matrix.
 
-T tokens, H heads, I input width, O output width, R width of the tail
+T tokens, H heads, I input width, O output width, R width of `tail`
 
     linear:         out_to = Σ_i x_ti weight_oi + bias_o
     head_products:  out_tho = Σ_i x_thi weight_hio, followed by the columns of tail_th
 
-In compiled graphs, activation checkpointing can keep these operators' results, not `F.linear`'s.
+Activation checkpointing of compiled graphs can keep these operators' results, not `F.linear`'s.
 
-cuBLAS reads and writes the heads' token-major tensors in place. An `einsum` copies its results,
-because it computes them head-major.
+`head_products` reads and writes token-major tensors in place. An `einsum` computes head-major
+results, then copies them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return the layer's output [..., O]. Results and gradients have the bits of `F.linear`."""
+    """Return the layer's output [..., O]. Results and gradients equal `F.linear`'s bitwise."""
     return torch.ops.orrery.linear(x, weight_OI, bias_O)
 
 

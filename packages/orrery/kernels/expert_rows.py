@@ -27,7 +27,7 @@ Backend = Literal["aten", "triton"]
 
 
 class RowOrder(NamedTuple):
-    """The order of slots sorted by expert. Slot t·K + k is for token t's k-th expert."""
+    """Slots sorted by expert. Slot t·K + k is for token t's k-th expert."""
 
     row_M: Tensor  # i64: slot of each row, 0 for padding
     place_TK: Tensor  # i64: row of each slot, −1 for slots without a row
@@ -36,11 +36,11 @@ class RowOrder(NamedTuple):
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
-    """Sort slots stably by expert id, 0 to `num_experts`.
+    """Sort slots stably by expert id. Slots with id `num_experts` (no expert) come last.
 
-    The id `num_experts` means no expert. Each expert's rows begin at a multiple of `block`.
+    Each expert's rows begin at a multiple of `block`.
     """
-    # Radix sort is faster on narrow keys: it makes one pass per byte.
+    # Radix sort makes one pass per byte, so it is faster on narrow keys.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
     if num_experts < 256:
         key_dtype = torch.uint8

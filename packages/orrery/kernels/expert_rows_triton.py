@@ -1,4 +1,4 @@
-"""Triton kernels of `expert_rows.py`. They compute in float32, on contiguous tensors.
+"""Triton kernels of `expert_rows.py`, in float32, for contiguous tensors.
 
 Offsets have 64 bits, because tensors may exceed 2³¹ elements.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 2048  # maximum columns that a program holds in registers
+MAX_BLOCK = 2048  # maximum columns in a program's registers
 
 
 def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Run FlashMLA's sparse forward pass on Hopper.
 
-The library `_flashmla_C` of vLLM's wheel is loaded without importing vLLM. A test call finds
-whether FlashMLA's log-sum-exp has base e or 2.
+Load `_flashmla_C` of vLLM's wheel without importing vLLM. A test call finds whether FlashMLA's
+log-sum-exp has base e or 2.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512  # widths of a key and its value
-HEADS, KEYS = 64, 128  # the numbers of query heads and chosen keys must be multiples
+HEADS, KEYS = 64, 128  # query heads and chosen keys must be multiples
 
 
 class FlashMLA(NamedTuple):
     operation: Any
-    lse_factor: float  # see the function `lse_factor`
+    lse_factor: float
 
 
 @cache
@@ -60,7 +60,7 @@ def supports(q_THD: Tensor, value_width: int, num_chosen: int) -> bool:
 def forward(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, length_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H], if `supports` returned True.
+    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. `supports` must be true.
 
     `length_T` is `sparse_mla_triton.lengths(indices_TK)`. Where it is 0, out is undefined.
     """
@@ -73,7 +73,7 @@ def forward(
 def lse_factor(lse: float, num_keys: int) -> float:
     """Return the factor that converts FlashMLA's log-sum-exp to base e.
 
-    `lse` is FlashMLA's result for `num_keys` zeros. Raise ValueError unless its base is e or 2.
+    `lse` is its value for `num_keys` scores of 0. Raise ValueError unless the base is e or 2.
     """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:

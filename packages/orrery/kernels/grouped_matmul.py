@@ -1,7 +1,6 @@
 """Multiply each group's rows by its matrix, optionally with LoRA adapters a and b.
 
-Group e is rows `ends[e − 1]:ends[e]`. In the output and x's gradient, rows after the last group are
-undefined.
+Group e is rows `ends[e − 1]:ends[e]`. Later rows of the output and of x's gradient are undefined.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from orrery.kernels import HAS_TRITON
 
-# A private function of torch. Without it, products are slow during collectives.
+# A private torch function. Without it, collectives slow products down.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
 
@@ -22,8 +21,8 @@ _num_reserved = 0
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` streaming multiprocessors (SMs) free for collectives.
 
-    torch's grouped GEMM runs one block per SM. A block whose SM runs a collective would start late
-    and delay the product.
+    torch's grouped GEMM runs one block per SM. A block on a collective's SM would start late and
+    delay the product.
     """
     global _num_reserved
     _num_reserved = count

@@ -1,7 +1,7 @@
-"""Compare the keys that an inference engine chose for sparse attention with the trainer's choice.
+"""Compare the sparse-attention keys of an inference engine with the trainer's keys.
 
 T queries, K chosen keys per query, B bytes per query. Bit j of byte b is set if key 8·b + j of the
-query's document was chosen. Instead of bits, an engine may send a random S of the K keys.
+query's document was chosen. Instead of bits, an engine may send S random keys of the K.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,8 +18,8 @@ def engine_keys(
 
     `bits` are the engine's keys, `own` the trainer's keys (i32 indices or −1). Query t may attend
     to keys first_t to last_t. A query is valid if this range has more than K keys, and the engine
-    set exactly K bits, all in the range. Valid queries get the engine's keys, others keep `own_t`.
-    The counts are of valid queries, and of their engine keys missing in `own_t`.
+    set exactly K bits, all in the range. Valid queries get the engine's keys, others keep `own`.
+    Count valid queries, and their engine keys that `own` lacks.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 
@@ -62,11 +62,11 @@ def _(bits, own, first, last):
 
 
 def compare_sample(sample_TS: Tensor, own_TK: Tensor, first_T: Tensor, last_T: Tensor) -> Tensor:
-    """Return two counts, i64 [2]: of valid queries, and of engine keys missing in `own`, estimated.
+    """Return i64 [2]: number of valid queries, estimated number of engine keys that `own` lacks.
 
-    `sample` are keys of the engine's choice, i32 positions in the query's document. `own`, `first`
-    and `last` are as for `engine_keys`. A query is valid if it has more than K keys, and its sample
-    has S different ones. Each missing key of the sample counts as K / S missing keys.
+    `sample` holds engine keys as i32 positions in the query's document. `engine_keys` explains the
+    other arguments. A query is valid if its range has more than K keys, and its sample S different
+    keys, all in the range. Each sampled key that `own` lacks counts K / S times.
     """
     return torch.ops.orrery.compare_sample(sample_TS, own_TK, first_T, last_T)
 

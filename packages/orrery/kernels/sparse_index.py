@@ -33,8 +33,8 @@ def select_keys(
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
     If the range first_t to last_t has fewer keys, −1 fills the rest of the row. Ties go to the
-    lowest index. In FP8, q and k come from `sparse_index_fp8`, and `weights` must include q's
-    scales as factors. Raise ValueError on other shapes.
+    lowest index. FP8 q and k come from `sparse_index_fp8`. Then `weights` must include q's scales
+    as factors. Raise ValueError on other shapes.
     """
     num_queries, num_heads, width = q_THD.shape
     is_fp8 = q_THD.dtype == sparse_index_fp8.DTYPE
@@ -111,7 +111,7 @@ def _select_keys(
 def _stream(
     q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int
 ) -> Tensor:
-    """Return the best keys. Chunks of keys ascend, so stable sorting keeps low indices in ties."""
+    """Return the best keys. Chunks ascend, so a stable sort prefers low indices in ties."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     best_TK = torch.full((q.shape[0], top_k), -torch.inf, dtype=dtype, device=q.device)
     index_TK = torch.full_like(best_TK, -1, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Choose keys by FP8 scores as in vLLM's indexer, with DeepGEMM on Hopper.
 
 D is 128. RoPE rotates R columns. `sparse_index` defines other letters. Each query head and each key
-has one scale, a power of two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
+has one power-of-two scale. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ from orrery.kernels.fp8.quantize import DTYPE, MAX
 HEADS, WIDTH = (32, 64), 128  # accepted by DeepGEMM
 MIN_AMAX = 1e-4  # lower bound of a row's largest absolute value, as in vLLM
 SCALE_BYTES = 4
-# Scores per chunk, 277 MB: a DeepGEMM block of 4 queries on each of 132 multiprocessors
+# Scores per chunk, 277 MB: 4 queries on each of 132 multiprocessors, for 2¹⁷ keys
 CHUNK_ELEMENTS = 528 * 2**17
 QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
 
@@ -30,7 +30,7 @@ def has_library() -> bool:
     return load() is not None
 
 
-# Set the mark of `torch.compiler.assume_constant_result` without importing the compiler.
+# Equivalent to `torch.compiler.assume_constant_result`, without importing the compiler.
 has_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -44,14 +44,14 @@ def quantize_index(
 ) -> tuple[Tensor, Tensor]:
     """Return x rotated and quantized: float8_e4m3fn [T, H, D], and scales f32 [T, H].
 
-    `angles` are cosines and sines [T, 1, R], whose two halves are equal. The first R columns are
-    rotated in pairs (2i, 2i + 1) if `turns_pairs`, otherwise (i, i + R/2).
+    `angles` are cosines and sines [T, 1, R] with equal halves. The first R columns are rotated in
+    pairs (2i, 2i + 1) if `turns_pairs`, otherwise (i, i + R/2).
     """
     return torch.ops.orrery.quantize_index(x_THD.detach(), *angles, turns_pairs)
 
 
 def pack(key_T1D: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [S, …]: the bytes of each key, then of its scale, viewed as `dtype`."""
+    """Return [S, …]: each key's bytes and its scale's bytes, viewed as `dtype`."""
     key, scale = key_T1D.flatten(1).view(torch.uint8), scale_T1.view(torch.uint8)
     return torch.cat((key, scale), dim=1).view(dtype)
 
@@ -82,7 +82,7 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], ascending, padded with −1.
 
-    q is a result of `quantize_index`, `packed` of `pack`.
+    q comes from `quantize_index`, `packed` from `pack`.
     """
     (key_SD, scale_S), num_queries = unpack(packed), q_THD.shape[0]
     num_keys = key_SD.shape[0]
@@ -97,7 +97,7 @@ def select_keys(
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
         begin_C, end_C = begin_T[rows], end_T[rows]
-        # Column j of query t is key begin_t + j. Columns from end_t − begin_t on are undefined.
+        # Column j of query t is key begin_t + j, undefined from end_t − begin_t on.
         score_CS = library.fp8_mqa_logits(
             q_THD[rows], (key_SD, scale_S), weights_TH[rows], begin_C, end_C,
             clean_logits=False, max_seqlen_k=num_keys,
@@ -121,7 +121,6 @@ def _quantize(x: Tensor, cos: Tensor, sin: Tensor, turns_pairs: bool) -> tuple[T
 def quantize_plainly(
     x: Tensor, cos: Tensor, sin: Tensor, turns_pairs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `quantize_index` with torch's operators."""
     value, scale = torch.empty_like(x, dtype=DTYPE), x.new_empty(x.shape[:2], dtype=torch.float32)
     step = max(1, QUANTIZED // x[0].numel()) if x.numel() else 1
     for start in range(0, len(x), step):

@@ -6,8 +6,9 @@ T queries, S keys, H heads, D key width, J indexer heads, I indexer width, K cho
     p_tk     = 1/H Σ_h softmax over k of scale · (q_th · kv_c)
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
-q_tj and k_c belong to the indexer, q_th and kv_c to attention. c = −1 means no key. p has no
-gradient. Source: https://arxiv.org/abs/2512.02556, equation 4.
+q_tj and k_c belong to the indexer, q_th and kv_c to attention. c = −1 means no key.
+
+Source: https://arxiv.org/abs/2512.02556, equation 4.
 """
 
 # mypy: disable-error-code="no-untyped-def"

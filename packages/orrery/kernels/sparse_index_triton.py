@@ -20,9 +20,9 @@ class IndexTiles(NamedTuple):
     span: int = 4096  # keys per program of `_score`
     warps: int = 8  # for `_score`
     stages: int = 2  # for `_score`
-    sample: int = 4096  # scores of a row sampled for its threshold
+    sample: int = 4096  # scores sampled for a row's threshold
     group: int = 8  # adjacent scores per sampled group
-    aim: float = 1.8  # expected number of keys that reach the threshold, divided by K
+    aim: float = 1.8  # expected keys that reach the threshold, divided by K
     guess_warps: int = 4
     parts: int = 4  # programs of `_collect` per row
     room: int = 8192  # maximum keys of a row that reach its threshold, at least 2·K
@@ -95,8 +95,8 @@ def choose(
 ) -> None:
     """Write each query's K best keys to `indices_CK`, ascending.
 
-    Column j of row c scores key key_c + j. Columns first_c to last_c may be chosen.
-    If they are fewer than K, the rest of the row of `indices_CK` is unchanged.
+    Column j of `score_CS[c]` is for key `key_C[c]` + j. Columns first_c to last_c may be chosen.
+    With fewer than K such columns, the rest of `indices_CK[c]` is unchanged.
     """
     (num_keys, top_k), device = (score_CS.shape[1], indices_CK.shape[1]), score_CS.device
     room = max(tiles.room, triton.next_power_of_2(2 * top_k))
@@ -132,7 +132,7 @@ def quantize_index(
     scale_TH = x_THD.new_empty(num_tokens, num_heads, dtype=torch.float32)
     num_rows, turned = scale_TH.numel(), cos_T1R.shape[-1]
     if num_rows:
-        # No fused multiply-add, which would round differently from the plain backend.
+        # Fused multiply-add would round differently from the plain backend.
         _quantize[(triton.cdiv(num_rows, QUANTIZED_ROWS),)](
             x_THD, cos_T1R, sin_T1R, value_THD, scale_TH, num_rows,
             H=num_heads, D=width, R=turned, PAIRS=turns_pairs, ROWS=QUANTIZED_ROWS,
@@ -203,7 +203,7 @@ def _guess(
     score, first, last, guesses, stride,
     AIM: tl.constexpr, SAMPLE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write a threshold that about AIM keys of each row reach, from sampled groups of scores."""
+    """Write a threshold, estimated from samples, that about AIM keys of the row reach."""
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(first + t), tl.load(last + t) + 1
     num_keys = end - begin
@@ -224,10 +224,10 @@ def _collect(
     score, first, last, guesses, counts, found, stride, part_room,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores, keys and number of keys that reach the threshold in one part of a row.
+    """Write the scores, indices and number of keys that reach the threshold in a part of a row.
 
-    A warp reads 8 scores per thread at once. Byte i of `before` counts the keys taken before the
-    thread's i-th score, so one scan handles all 8.
+    A warp reads 8 scores per thread at once. Byte i of (`before_low`, `before_high`) counts the
+    keys taken before the thread's i-th score, so one scan handles all 8.
     """
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, end = tl.load(first + t), tl.load(last + t) + 1
@@ -305,7 +305,7 @@ def _choose(
 
 @triton.jit
 def _choose_slowly(score, begin, end, key_of_0, indices, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Choose the K best of all keys of a row. Read the row once per bit of the K-th best rank."""
+    """Choose a row's K best keys. Finding the K-th best rank reads the row once per bit."""
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
     for _ in range(32):
@@ -337,16 +337,16 @@ def _choose_slowly(score, begin, end, key_of_0, indices, K: tl.constexpr, BLOCK:
 
 @triton.jit
 def _rank(value):
-    """Map f32 scores to uint32 ranks above 0, in the same order. −0 and 0 have equal ranks."""
+    """Map f32 scores to ordered uint32 ranks above 0. −0 and 0 have equal ranks."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _positions(taken, SIZE: tl.constexpr):
-    """Return the number of taken elements before each element, and in all.
+    """Return the number of taken elements before each element, and in total.
 
-    Each thread first sums 4 neighbours, because Triton's scan takes 100 instructions per element.
+    Each thread first sums 4 neighbours, because Triton's scan is slow.
     """
     group = tl.reshape(taken.to(tl.int32), (SIZE // 4, 4))
     sums = tl.sum(group, axis=1)
@@ -357,7 +357,7 @@ def _positions(taken, SIZE: tl.constexpr):
 
 @triton.jit
 def _kth_best(rank, k, SKIPPED: tl.constexpr):
-    """Return the k-th largest uint32 rank with its last 2·SKIPPED bits zero."""
+    """Return the k-th largest uint32 rank, rounded down to a multiple of 4 ** SKIPPED."""
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
     top = tl.max(rank, axis=0)
@@ -365,7 +365,7 @@ def _kth_best(rank, k, SKIPPED: tl.constexpr):
         bit = bit >> 2
     while bit >> (2 * SKIPPED) > 0:  # each step finds two bits, by three counts
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
-        # Two 16-bit counts in one word, unsigned because the second may set its highest bit
+        # two 16-bit counts, unsigned because the second may set its highest bit
         pair = (rank >= low).to(tl.uint32) + ((rank >= middle).to(tl.uint32) << 16)
         pair = tl.sum(pair, axis=0)
         least = tl.where((pair & 65535) >= k, low, least)

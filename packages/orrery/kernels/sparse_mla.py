@@ -20,7 +20,7 @@ from orrery.kernels import HAS_TRITON, flash_mla
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # elements of gathered keys per chunk: 64 MiB in float32
-GPU_CHUNK_ELEMENTS = 2**27  # the same limit on a GPU, for fewer kernel launches: 512 MiB
+GPU_CHUNK_ELEMENTS = 2**27  # on a GPU, for fewer kernel launches: 512 MiB
 
 
 def sparse_mla(

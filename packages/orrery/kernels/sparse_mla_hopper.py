@@ -14,13 +14,13 @@ log = logging.getLogger("orrery.kernels.sparse_mla_hopper")
 HOPPER = (9, 0)
 HEADS, WIDTH, VALUE_WIDTH = 64, 576, 512
 THREADS = 384
-SHARED_BYTES = 28 * 8192 + 512  # 28 blocks of 8 KiB, and two float32 values per head
+SHARED_BYTES = 28 * 8192 + 512  # 28 blocks, and float32 lse and delta per head
 PRODUCT_COLUMNS = (32, 64, 128, 256)
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 
 
 def supports(q_THD: Tensor, value_width: int) -> bool:
-    """Return whether `pair_gradients` can run. The first call compiles it, in about 3 s."""
+    """Return whether `pair_gradients` can run. The first call compiles it."""
     return (
         q_THD.is_cuda
         and q_THD.dtype == torch.bfloat16
@@ -43,10 +43,10 @@ def pair_gradients(
     grad_q: Tensor,
     pair: Tensor,
 ) -> None:
-    """Write dq to `grad_q` and each pair's dkv to row `place` of `pair`.
+    """Write dq to `grad_q`, and dkv of pair (t, k) to `pair[place[t, k]]`.
 
-    The other arguments are as in `sparse_mla_triton._pair_gradients`, and contiguous. `supports`
-    must be true.
+    `sparse_mla_triton._pair_gradients` has the other arguments. All are contiguous. `supports` must
+    be true.
     """
     kernel = _kernel(q.device.index or 0)
     tensors = (q, grad, kv, indices, length, lse, delta, place, grad_q, pair)
@@ -59,7 +59,7 @@ def pair_gradients(
 
 
 def compiled() -> bytes:
-    """Return the kernel's machine code for Hopper. Raise RuntimeError with the compiler's log."""
+    """Return the kernel's machine code, or raise RuntimeError with the compiler's log."""
     nvrtc = _bindings()[1]
     source = "".join(_product(n) for n in PRODUCT_COLUMNS) + Path(__file__).with_suffix(
         ".cu"
@@ -78,8 +78,8 @@ def compiled() -> bytes:
 def _product(columns: int) -> str:
     """Return the CUDA source of `wgmma_<columns>`, which adds a · b to `result`.
 
-    If `accumulates` is 0, a · b replaces `result`. In a transposed operand, rows of 128 bytes run
-    along the outer dimension.
+    If `accumulates` is 0, a · b replaces `result`. A transposed operand has rows of 128 bytes along
+    its outer dimension.
     """
     count = columns // 2  # values per thread
     registers = ", ".join(f"%{i}" for i in range(count))

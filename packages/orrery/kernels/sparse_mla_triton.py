@@ -32,14 +32,14 @@ MAX_GRID = 65535  # queries per chunk: CUDA limits a grid's second axis
 
 
 class Tiles(NamedTuple):
-    """Launch options. Tuples of the backward pass are (keys or pairs, columns, warps, stages)."""
+    """Launch options. Backward kernels have (keys or pairs, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
-    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)  # 128 heads run with twice these warps
+    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # maximum pairs per chunk, C·K
-    uses_hopper: bool = True  # run `sparse_mla_hopper` in place of `pairs` and `queries`
+    uses_hopper: bool = True  # use `sparse_mla_hopper` if it supports the input
 
 
 TILES = Tiles()
@@ -102,7 +102,7 @@ def backward(
     scale: float,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq and dkv in the dtype of q and kv.
+    """Return dq and dkv in q's dtype.
 
     Each pair's dkv is rounded to this dtype, then summed in float32.
     """
@@ -191,7 +191,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Cached results of `_order_of_keys`, because several layers share a tensor of chosen keys.
+# A cache of `_order_of_keys`, because several layers share a tensor of chosen keys.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

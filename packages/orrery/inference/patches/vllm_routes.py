@@ -1,12 +1,11 @@
 """Make vLLM return routed experts (routes) and sparse attention's chosen keys.
 
-- Routes also come from engines on CPU (without speculative decoding), with KV offloading and with
-  KV transfers.
+- This includes CPU engines (without speculative decoding), KV offloading and KV transfers.
 - The scheduler loads an offloaded KV block only if its routes are known.
 - After a KV transfer, a decode engine knows routes only from the prompt's last token on.
-- With `capture_choices`, vLLM reports u8 [1, bytes] per token: the routed experts of all layers,
-  then for each indexer of sparse attention a bit per key position, or a sample of the chosen keys.
-  No bit is set for a prompt of at most `top_k` tokens, because vLLM attends to all keys.
+- With `capture_choices`, vLLM reports u8 [1, bytes] per token: all layers' routes, then each
+  indexer's chosen keys, as a bit mask over key positions or a sample.
+- No bit is set for a prompt of at most `top_k` tokens, because vLLM attends to all keys.
 """
 
 import os
@@ -23,14 +22,14 @@ from orrery.inference.patches.registry import CHOICE_TOKENS, KEPT
 from orrery.manifest.schema.manifest import SAMPLED_KEYS
 
 CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
-SCATTER = 1_000_003  # prime, so that nearby sums begin at distant columns
-CHANGES = "routes that came and went"  # request ids have no spaces
+SCATTER = 1_000_003  # a prime, so that similar sums give distant first columns
+CHANGES = "routes that came and went"  # differs from request ids, which have no spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
 
 
 def routes_on_cpu() -> None:
-    """Make engines on CPU return routes. Call this in the engine's parent process."""
+    """Make CPU engines return routes. Call this in the engine's parent process."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -46,7 +45,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """Make the CPU platform seem out-of-tree, so that vLLM does not require Model Runner V2."""
+    """Declare the CPU platform out-of-tree, so that vLLM does not require Model Runner V2."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -57,7 +56,7 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """A copy of Model Runner V1's batch, with V2's field names."""
+    """Model Runner V1's batch, with V2's field names."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
@@ -182,7 +181,7 @@ def _num_known(block_hashes: Any) -> int:
 
 
 class _Slots(OrderedDict[str, int]):
-    """Slots in vLLM's route store by block hash. `changes` logs (hash, whether added)."""
+    """Block hash → slot in vLLM's route store. `changes` logs (hash, is added)."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
@@ -216,7 +215,7 @@ def _known_routes(store: type) -> type:
 
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
-                if self._has(each.key):  # replace routes that older weights chose
+                if self._has(each.key):  # overwrite routes of older weights
                     begin = self._lru[each.key] * self.object_nbytes
                     self._arena[begin : begin + self.object_nbytes] = each.payload
             if self._disk is not None:
@@ -274,7 +273,7 @@ def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
 
 
 def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
-    """Return u8 [T, `num_bits` / 8]. Bit p of row t is set if `position_TK[t]` has p."""
+    """Return u8 [T, `num_bits` / 8]. Bit p of row t is set if `position_TK[t]` contains p."""
     place_TK = torch.where(position_TK < 0, num_bits, position_TK).clamp(max=num_bits).long()
     is_set_TL = position_TK.new_zeros(len(place_TK), num_bits + 8, dtype=torch.uint8)
     is_set_TL.scatter_(1, place_TK, 1)
@@ -284,10 +283,10 @@ def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
 
 
 def sample_positions(position_TK: Tensor) -> Tensor:
-    """Return `SAMPLED_KEYS` of each row's positions, i32 viewed as u8 [T, 4 · SAMPLED_KEYS].
+    """Return `SAMPLED_KEYS` positions of each row, i32 viewed as u8 [T, 4 · SAMPLED_KEYS].
 
-    Sampled columns are equally spaced. The first depends on the row's sum, so that all columns are
-    equally likely. A row with a −1 (fewer keys) gives only −1.
+    Sampled columns are equally spaced. The row's sum chooses the first, so that all columns are
+    equally likely. Rows that contain −1 (no key) return only −1.
     """
     num_keys = position_TK.shape[1]
     total_T = position_TK.sum(dim=1)  # i64
@@ -302,7 +301,7 @@ def sample_positions(position_TK: Tensor) -> Tensor:
 def _with_choices(capturer: type) -> type:
     class RoutesAndChoices(capturer):
         def add_indexers(self, prefixes: list[str], num_bytes: int) -> None:
-            """`num_bytes`: size of a bit mask of positions, or 0 for samples."""
+            """`num_bytes`: size of a token's bit mask. If 0, record samples."""
             self._index = {prefix: index for index, prefix in enumerate(prefixes)}
             self._num_bits, routes = 8 * num_bytes, self.device_buffer
             width = num_bytes or 4 * SAMPLED_KEYS

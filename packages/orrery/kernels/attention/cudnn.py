@@ -31,12 +31,12 @@ _DENSE_SIGNATURES = {
 _LENGTH_MULTIPLE = 256
 
 
-# cuDNN's plans and handles are not thread-safe, and backward passes run in other threads.
+# cuDNN is not thread-safe, and backward passes run in other threads.
 _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN supports q. Return False in deterministic mode."""
+    """Return whether cuDNN supports q. False in deterministic mode."""
     return (
         q.is_cuda
         and not torch.are_deterministic_algorithms_enabled()
@@ -51,12 +51,12 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """torch's cuDNN operator, for documents of equal length.
 
-    cuDNN takes 100 ms to plan a new shape, so lengths must be multiples of 256.
+    Lengths must be multiples of 256, because cuDNN plans new shapes slowly.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns causal masks top left, `Layout` bottom right: equal if num_q == num_k.
+        # cuDNN aligns causal masks top left, `Layout` bottom right. They agree if num_q == num_k.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -77,7 +77,7 @@ class CudnnDense(AttentionBackend):
         )
         lse_NHL = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()
         tensors = (dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD, lse_NHL[..., None])
-        # The kernel reads this only with dropout.
+        # used only with dropout
         rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)
         lengths = (q_NHLD.shape[2], k_NGMD.shape[2])
         options = (rng_state, rng_state, None, None, None, *lengths, 0.0, layout.causal)

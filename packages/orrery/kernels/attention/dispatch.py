@@ -54,9 +54,9 @@ _order: list[str] = list(BACKENDS)
 
 
 def prefer(choice: str) -> None:
-    """Try the backends of `choice`, a key of `CHOICES`, first. With "plain", try no others.
+    """Try the backends of `CHOICES[choice]` first. With "plain", try no others.
 
-    Raise ValueError if the package of `choice` cannot be imported.
+    Raise ValueError if their package cannot be imported.
     """
     names = CHOICES[choice]
     if choice in PACKAGES and PACKAGES[choice][1]() is None:
@@ -116,7 +116,7 @@ def _attend(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs [T, H, D], and the log-sum-exp of scores [T, H], without gradient.
+    """Return outputs [T, H, D], and log-sum-exp of scores [T, H] (no gradient).
 
     Queries without keys get output 0 and log-sum-exp −∞. Raise ValueError unless G divides H.
     """
@@ -129,7 +129,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# No autograd: callers compute gradients with `attention_backward`.
+# Callers compute gradients with `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 

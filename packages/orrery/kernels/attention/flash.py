@@ -55,7 +55,7 @@ class Flash2(AttentionBackend):
 
     def backward(self, dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
         cu_q, cu_k, max_q, max_k, causal, scale = layout
-        # The kernel reads this only with dropout.
+        # used only with dropout
         rng_state = torch.zeros(2, dtype=torch.uint64, device=dout_THD.device)
         unused = torch.empty(0, device=dout_THD.device)
         options = (cu_q, cu_k, max_q, max_k, 0.0, causal, rng_state, unused)
@@ -72,7 +72,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return FlashAttention 4's interface module, or None if it cannot be imported or used."""
+    """Return FlashAttention 4's interface module, or None if unusable."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -109,7 +109,7 @@ def _set_compile_cache() -> None:
 
 @contextlib.contextmanager
 def _as_runtime_error() -> Iterator[None]:
-    """Convert FlashAttention 4's errors to RuntimeError, so that another backend runs."""
+    """Convert errors to RuntimeError, so that another backend runs."""
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:

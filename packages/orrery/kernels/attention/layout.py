@@ -12,7 +12,7 @@ log = logging.getLogger("orrery.kernels.attention")
 
 
 class Documents:
-    """Packed documents. Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Packed documents. Document i is tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` is i32 [n + 1]. `is_padding` bool [T] marks padding tokens. No document is longer
     than `max_seqlen`. Compiled code must pass it, because computing it syncs the device.
@@ -34,8 +34,7 @@ class Layout(NamedTuple):
     """Packed queries and keys. Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`.
 
     Its keys are `cu_seqlens_k[i]:cu_seqlens_k[i + 1]`. No document has more than `max_q` queries or
-    `max_k` keys. If `causal`, query a of a document with l queries and m keys attends to keys 0 to
-    a + m − l.
+    `max_k` keys. If `causal`, query a attends to keys 0 to a + m − l (l queries, m keys).
     `scale` multiplies all scores.
     """
 
@@ -52,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share an offset tensor, without a device sync."""
+        """Return whether queries and keys share one offset tensor, without a device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 

@@ -21,9 +21,9 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512
-_SHORTEST_SHARE = 0.75  # minimum length ratio of a batch's shortest to longest document
+_SHORTEST_SHARE = 0.75  # minimum ratio of a batch's shortest to longest document
 _MAX_LENGTH = 1024  # longest document in `Batched`
-_MAX_SCORES = 1 << 26  # attention scores per step: three float32 tensors of 256 MiB
+_MAX_SCORES = 1 << 26  # scores per step, 256 MiB in each of three float32 tensors
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -104,7 +104,7 @@ def _scores(
 
 
 def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
-    """Return exp(score − lse). The clamp avoids NaN for queries without keys (lse −∞)."""
+    """Return exp(score − lse). The clamp avoids NaN for queries without keys."""
     return (scores_HTS - lse_HT.clamp_min(torch.finfo(lse_HT.dtype).min)[..., None]).exp()
 
 
@@ -113,7 +113,7 @@ class Grids:
 
     `sources[b]` i64 [N_b, L_b]: the token index of each cell of grid b. Padding cells repeat their
     row's last token. `place` i64 [T]: each token's cell index in the flattened grids, or None if
-    cell i holds token i.
+    the cells are the tokens in order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -124,7 +124,7 @@ class Grids:
         return _grids(tuple(cu_seqlens.tolist()), cu_seqlens.device)
 
     def gather(self, x: Tensor, grid: int) -> Tensor:
-        """Return the tokens of grid b = `grid` from packed x [T, …], as [N_b, L_b, …]."""
+        """Return grid b = `grid` of packed x [T, …] as [N_b, L_b, …]."""
         source_NL = self.sources[grid]
         cells = x if self.place is None else x.index_select(0, source_NL.view(-1))
         return cells.unflatten(0, source_NL.shape)

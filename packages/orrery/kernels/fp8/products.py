@@ -1,8 +1,7 @@
 """Compute linear layers and grouped experts in FP8, with float32 sums.
 
 For y = x · wᵀ and dx = dy · w, x and dy are quantized by rows. For dw = dyᵀ · x, they are quantized
-by columns. The argument `parts` is the weight quantized in advance. Otherwise each pass quantizes
-it.
+by columns. `parts` is the weight quantized in advance. Without it, each pass quantizes the weight.
 """
 
 import importlib
@@ -35,7 +34,7 @@ from orrery.kernels.fp8.quantize import (
 )
 
 HOPPER = (9, 0)
-BY_CHANNEL = (1, 1, BLOCK)  # DeepGEMM's recipe for 1 × 128 blocks in both operands
+BY_CHANNEL = (1, 1, BLOCK)  # both operands have 1 × 128 blocks
 
 
 @cache
@@ -43,7 +42,7 @@ def load() -> ModuleType | None:
     """Return DeepGEMM, or None if it cannot run here."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    # vLLM's default cache folder, to share compiled kernels with engines on this host.
+    # vLLM's default cache folder, to share compiled kernels with engines.
     root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
@@ -102,11 +101,11 @@ def grouped_product(
 def grouped_weight_gradient(
     library: Any, grad: Quantized, x: Quantized, groups: RowGroups, sides: tuple[int, int]
 ) -> Tensor:
-    """Return gradᵀ · x per group, f32 [E, N, K]. Both inputs are columns from `quantize`."""
+    """Return `weight_gradient` of each group, f32 [E, N, K]."""
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # `sizes` may be inexact: DeepGEMM only chooses tiles and checks buffer sizes by them.
+    # DeepGEMM uses `sizes` only to choose tiles and check buffers, so they may be inexact.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
@@ -152,7 +151,7 @@ def fp8_grouped_matmul(
 def _linear(
     x_MK: Tensor, weights: list[Tensor], parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and the values and scales of x quantized by columns (empty unless `keeps`).
+    """Return y and the quantized columns of x (empty unless `keeps`).
 
     Autograd keeps the weights, not their concatenation, because FSDP can free weights.
     """
@@ -178,7 +177,7 @@ def _linear_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx in grad's dtype and dw in float32. Unwanted gradients are empty.
 
-    `weight` is [weight], or [value, scale] of the weight's quantized transpose.
+    `weight` holds the weight, or value and scale of its quantized transpose.
     """
     rows, grad_columns = quantize(grad_MN, None, wants_x, wants_weight)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
@@ -210,7 +209,7 @@ def _linear_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ..
     wants_x, wants = ctx.needs_input_grad[:2]
     if grad_MN is None:
         return None, [None] * len(wants), nothing, None
-    saved = ctx.saved_tensors  # under activation checkpointing it can be read only once
+    saved = ctx.saved_tensors  # readable only once with activation checkpointing
     weight, columns = list(saved[:-2]), list(saved[-2:])
     if weight and not ctx.num_parts:
         weight = [_joined(weight)]
@@ -237,7 +236,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `_linear` for each group. `token_M` and `score_M` do not support autograd."""
+    """Compute `_linear` per group. `quantize` explains `token_M` and `score_M` (no autograd)."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
@@ -397,9 +396,9 @@ def fp8_experts(
     weights: tuple[Tensor, Tensor],
     parts: tuple[Parts, Parts],
 ) -> Tensor:
-    """Return [T, D]: each token's sum of score · output over its experts that have a row.
+    """Return [T, D]: each token's sum of score · output over its experts with a row.
 
-    `rows` is the result of `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and
+    `rows` comes from `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and
     down [E, D, I], `parts` their `weight_parts` or two empty lists. Raise ValueError unless 128
     divides the number of rows.
     """

@@ -52,12 +52,12 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
-    With `token_M`, x is [T, K], and x[token] is quantized. With `score_M`, x is [M, 2·K], and
-    swiglu_rows(x, score) is quantized.
+    With `token_M`, quantize x[token] of x [T, K]. With `score_M`, quantize swiglu_rows(x, score) of
+    x [M, 2·K].
 
     Rows are values [M, K] and scales [M, K/128]. Columns are values of xᵀ [K, M'] and scales
     [M'/128, K], M' = M rounded up to whole blocks. With groups, column values are flat: one matrix
-    [K, rows] per group. Raise ValueError if 128 does not divide K.
+    [K, rows] per group. Raise ValueError unless 128 divides K.
     """
     if x_MK.dim() != 2 or x_MK.shape[1] % (BLOCK if score_M is None else 2 * BLOCK):
         raise ValueError(f"x is {_sides(x_MK)}, but FP8 needs [M, K] with K a multiple of 128")
@@ -81,7 +81,7 @@ def quantize(
 
 
 def quantize_weight(weight_NK: Tensor) -> Weight:
-    """Quantize [.., N, K] and its transpose. Raise ValueError if 128 does not divide N and K."""
+    """Quantize [.., N, K] and its transpose. Raise ValueError unless 128 divides both N and K."""
     if weight_NK.shape[-2] % BLOCK or weight_NK.shape[-1] % BLOCK:
         raise ValueError(f"weight is {_sides(weight_NK)}, but FP8 needs multiples of 128")
     if kernels := _triton(weight_NK):

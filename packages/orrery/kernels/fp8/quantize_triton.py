@@ -13,7 +13,7 @@ from torch import Tensor
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
-# (rows or columns of a tile, warps) per program. Columns without `score` use half the warps.
+# (rows or columns, warps) per program
 ROWS, COLUMNS = (32, 4), (64, 4)
 
 
@@ -35,7 +35,7 @@ def quantize(
     value_t = torch.empty(shape if has_columns else 0, dtype=DTYPE, **options)
     scale_t = torch.empty(of_columns * num_tiles, width, dtype=torch.float32, **options)
     tiles = None if groups is None else _tiles(groups, num_tiles)
-    # One launch for rows and columns would be slower, and ptxas 12.8 miscompiles it.
+    # One launch for both would be slower, and ptxas 12.8 miscompiles it.
     wanted = [flag for flag in (True, False) if (has_rows if flag else has_columns)]
     for with_rows in wanted if num_rows and width else ():
         side, num_warps = ROWS if with_rows else COLUMNS
@@ -66,7 +66,7 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: a tile's real rows, its group's first row and padded row count.
+    """Return i32 [tiles, 3]: the tile's real rows, its group's first row, its group's padded rows.
 
     Tiles after the last group have −1 real rows.
     """
@@ -160,7 +160,7 @@ def _tile(
     HAS_SCORES: tl.constexpr,
 ):
     """Load a tile of x, x[token] or swiglu_rows(x, score). Padding rows are zero."""
-    # Offsets of tiles need 64 bits. 32-bit offsets inside a tile save registers.
+    # Tile offsets need 64 bits. 32-bit offsets inside a tile save registers.
     is_real = row < num_real
     if HAS_TOKENS:
         token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)
