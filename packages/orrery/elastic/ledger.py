@@ -144,7 +144,8 @@ def admit(
 def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
     """Record that a site enters round `number` with weight `tokens`.
 
-    Raise Behind if the round is over, and LeaseLost if the site is unknown or ahead.
+    Raise Behind if the round is over, and LeaseLost if the site is unknown or the round is later
+    than the run's.
     """
     joining = {each.member.id: each for each in ledger.joining}
     if site_id not in ledger.ids and site_id not in joining:

@@ -412,7 +412,7 @@ class SpeedProbe:
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        # Sender's rank → (epoch, round), and (arrival time, bytes) per frame
+        # Sender's rank → ((epoch, round), [(arrival time, bytes) of each frame])
         self._arrivals: dict[int, tuple[tuple[int, int], list[tuple[float, int]]]] = {}
 
     def measure(

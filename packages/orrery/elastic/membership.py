@@ -77,7 +77,7 @@ class RoundPace:
     founders: int = 1  # quorum of the first round
     quorum: int = 1  # quorum of later rounds
     grace_s: float = 600.0  # wait for late sites after a quorum
-    suspect_s: float = 4.0  # wait for a member reported as lost
+    suspect_s: float = 4.0  # a lost member's time to report before the round goes on without it
     exchange_s: float = 600.0  # wait for all members' reports
     max_sites: int = sys.maxsize
 

@@ -51,7 +51,7 @@ def run(role: str) -> None:
 
 
 def serve_replica(ctx: RoleContext) -> None:
-    run_token()  # raises RunFailed without a token, before vLLM's long start
+    run_token()  # a missing credential raises RunFailed here, before vLLM's slow start
     ctx.health.doing("loading vLLM")
     engine, part = engine_and_part(ctx)
     inference = ctx.manifest.inference.of_engine(engine)

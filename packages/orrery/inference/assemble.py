@@ -39,7 +39,7 @@ INDEX = "ORRERY_ENGINE"  # environment variable with the engine's index
 ENGINE_READY_S = 600
 HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes where ranks meet
 KEEP_ALIVE_S = 600  # clients close idle connections earlier
-# Projections of each LoRA target, without experts, whose LoRA kernels need a GPU.
+# Projections of each LoRA target. Experts are left out, because their LoRA kernels need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),

@@ -186,9 +186,10 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of tensor `name` that `of` covers, and the stride in `into` per box dimension.
+    """Return the box that `of` selects from tensor `name`, and `into`'s stride per box dimension.
 
-    `of` is a view of the dense tensor of `shape`. Raise ValueError if its elements form no box.
+    `of` is a view of the tensor, which is dense and has `shape`. `into` is the destination of its
+    elements. Raise ValueError if the elements of `of` form no box.
     """
     full: list[int] = []
     stride = 1
@@ -297,7 +298,7 @@ def _follows(last: Run, run: Run) -> bool:
 
 
 def _evenly(found: list[Run]) -> list[Run]:
-    """Merge copies of equal shape at equal distances, such as a layer's experts."""
+    """Merge copy operations of equal shape at equal distances, such as a layer's experts'."""
     series: list[list[Run]] = []
     latest: dict[tuple[Any, ...], list[Run]] = {}
     for run in found:

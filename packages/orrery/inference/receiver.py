@@ -396,7 +396,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a LoRA factor's fingerprint and kind. Read vLLM's `buffer` if the factor fits."""
+    """Return a LoRA factor's fingerprint, and whether it is of vLLM's `buffer` or the factor."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

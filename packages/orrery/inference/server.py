@@ -55,8 +55,8 @@ CONSEQUENCE = re.compile(  # another process's end causes these errors
     r"|Connection (?:closed|reset) by peer|remote process exit"
 )
 
-RESERVE = 0.06  # fraction of device memory for other uses
-CPU_RESERVE = 0.1  # fraction of free host memory for other uses
+RESERVE = 0.06  # fraction of device memory to leave for other uses
+CPU_RESERVE = 0.1  # fraction of free host memory to leave for other uses
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GIB, ROUND = 1 << 30, 1 << 20
 

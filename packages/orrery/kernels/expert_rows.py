@@ -89,7 +89,7 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = 
 def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> Tensor:
     """Return [T, D]: each token's sum of `y[place[t, k]]` over k with place ≥ 0.
 
-    Rows of y without a slot may be undefined. Not differentiable.
+    Rows of y to which no place points are not read. Not differentiable.
     """
     if (backend or _choose_backend(y_MD)) == "triton":
         return _sum_rows(y_MD.contiguous(), place_TK)

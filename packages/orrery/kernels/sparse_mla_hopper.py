@@ -14,7 +14,7 @@ log = logging.getLogger("orrery.kernels.sparse_mla_hopper")
 HOPPER = (9, 0)
 HEADS, WIDTH, VALUE_WIDTH = 64, 576, 512
 THREADS = 384
-SHARED_BYTES = 28 * 8192 + 512  # 28 blocks, and float32 lse and delta per head
+SHARED_BYTES = 28 * 8192 + 512  # 28 tiles, then lse and delta (float32) of each head
 PRODUCT_COLUMNS = (32, 64, 128, 256)
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 

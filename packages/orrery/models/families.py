@@ -131,7 +131,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "v_head_dim": mla.value_head_dim,
         "head_dim": mla.rope_head_dim,  # transformers' name of RoPE's width
         "rope_interleave": True,
-        # These two fields choose vLLM's router.
+        # vLLM chooses the experts' router by these two fields.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),

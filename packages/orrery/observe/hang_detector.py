@@ -186,13 +186,14 @@ class _SeenRank:
 class RankStallDetector:
     """Find the ranks that stall their role.
 
-    A role has stalled when each rank is in a state below. A rank's limit is its reported `still_s`,
-    or else the detector's. Heartbeats are not progress.
+    A role has stalled when each of its ranks is in a state below. A rank's limit is the `still_s`
+    that it reported, or the detector's `still_s` if it reported none. Heartbeats are not progress.
 
-    - silent: no expected heartbeat within its limit.
-    - held: no progress within its limit, in a collective.
-    - still: no progress within its reported limit, outside collectives.
-    - late: it waits, another rank is held, and no rank made progress for the wait's `behind_s`.
+    - silent: the rank sent no expected heartbeat within its limit.
+    - held: it made no progress within its limit, in a collective.
+    - still: it reported a limit, and made no progress within it, outside collectives.
+    - late: it waits, another rank of the role is held, and no rank made progress for the `behind_s`
+      that it reported.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed even without a stall.

@@ -127,7 +127,7 @@ def dequantize_rows(x: Quantized) -> Tensor:
 
 
 def dequantize_columns(x: Quantized) -> Tensor:
-    """Return xᵀ, f32 [K, M'], from the columns of `quantize` without groups."""
+    """Return xᵀ, f32 [K, M']. `x` is the columns that `quantize` returned without `groups`."""
     return dequantize_rows(Quantized(x.value, x.scale.T))
 
 

@@ -249,7 +249,7 @@ class EngineClient:
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        # Prefer the reason of a worker that failed itself.
+        # Prefer a reason that does not only name another worker's failure.
         reason = min(reasons, key=lambda each: ELSEWHERE in each)
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:

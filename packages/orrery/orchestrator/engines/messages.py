@@ -101,7 +101,7 @@ class EngineMetrics:
     running: int
     waiting: int
     kv_usage: float  # fraction of KV blocks in use, 0 to 1
-    kv_tokens: int  # capacity of all KV caches, 0 if unknown
+    kv_tokens: int  # tokens that the KV caches of all ranks hold, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
     loading: int = 0  # waiting requests that load KV blocks

@@ -375,7 +375,7 @@ class EnginePool:
                     interrupted = UpdateInterrupted
                     return {i: e for i, e in failures.items() if not isinstance(e, interrupted)}
                 waiting = [i for i, e in failed.items() if isinstance(e, UpdateInterrupted)]
-                # Stop at the second interruption without a lost engine.
+                # Stop retrying after two interruptions that no lost engine explains.
                 num_blameless += len(waiting) == len(failed)
                 if not waiting or num_blameless > 1 or self.recovery is None:
                     return failures

@@ -140,7 +140,7 @@ class GuestJob:
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
-        """Let the run's engines draw the sample. The sample's length must not decide (bias)."""
+        """Let the run's engines draw the sample, because dropping long samples adds a bias."""
         if not self.result.done():
             self.result.set_result(None)
 
@@ -217,8 +217,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The run's site and listening sites with this version serve it. The number of sites that
-        fetch it at once is at most the number that serve it.
+        The run's own site, and sites that have this version and accept connections, send it. At
+        most as many sites fetch it at once as can send it.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
