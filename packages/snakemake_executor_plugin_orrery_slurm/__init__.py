@@ -1,7 +1,6 @@
 """Run each Snakemake rule of the pipeline as one Slurm job.
 
-- The executor waits for requeued jobs. It never resubmits.
-- When interrupted, it cancels its jobs.
+The executor waits for requeued jobs, never resubmits, and cancels its jobs when interrupted.
 
 This plugin replaces snakemake-executor-plugin-slurm, which lacks heterogeneous jobs and treats an
 unknown job state as success.
@@ -37,9 +36,9 @@ from orrery.runtime.run_directory import log_path, logs_dir
 PAUSES_S = (2.0, 10.0, 30.0)
 NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try again"
 AWAY = re.compile(NO_ANSWER, re.IGNORECASE)
-LOST_S = 120.0  # maximum wait until Slurm requeues a job of a lost node
-ENDING_S, ENDING_POLL_S = 300.0, 2.0  # maximum wait for Slurm to clean up an earlier job
-UNKNOWN_S = 300.0  # maximum wait for a missing job state, because accounting may be late
+LOST_S = 120.0  # limit until Slurm requeues a job of a lost node
+ENDING_S, ENDING_POLL_S = 300.0, 2.0  # limit for Slurm to clean up an earlier job
+UNKNOWN_S = 300.0  # limit for a missing job state: accounting may be late
 TOO_LITTLE_BYTES = 64 << 10  # with less free space, an empty log means a full disk
 
 common_settings = CommonSettings(
@@ -63,7 +62,7 @@ class Executor(RemoteExecutor):
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # job id → time when its state became lost or unknown
-        # Slurm jobs to cancel. `active_jobs` cannot serve, because it is empty during state checks.
+        # Slurm jobs to cancel, because `active_jobs` is empty during state checks.
         self._going: list[str] = []
 
     def run_job(self, job: JobExecutorInterface) -> None:
@@ -97,10 +96,7 @@ class Executor(RemoteExecutor):
     def _submit(
         self, run_dir: Path, stage: str, command: list[str], script: str | None = None
     ) -> queue.SlurmJob:
-        """Return the stage's job that an earlier Snakemake process submitted, or submit one.
-
-        Retry if Slurm's controller does not answer.
-        """
+        """Return the stage's job of an earlier Snakemake process, or submit one."""
 
         def submit() -> queue.SlurmJob:
             if job := self._earlier_job(run_dir, stage):
@@ -112,7 +108,7 @@ class Executor(RemoteExecutor):
         return queue.retry(submit, PAUSES_S, lambda error: AWAY.search(str(error)))
 
     def _earlier_job(self, run_dir: Path, stage: str) -> queue.SlurmJob | None:
-        """Return the stage's job that waits or runs, or None.
+        """Return the stage's waiting or running job, or None.
 
         Wait while the only job is COMPLETING, because Slurm will forget or requeue it.
         """

@@ -1,6 +1,6 @@
 """Train the SFT stage.
 
-Validate before the first step, every `interval_steps` steps and after the last step.
+Validate before the first step, every `interval_steps` steps and after the last.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class _SftLoop:
     first_step: int
 
     def run(self) -> None:
-        """Train to the last step or, with DiLoCo, to the next round."""
+        """Train to the last step, or to DiLoCo's next round."""
         ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
         manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
         last_step = spec.num_steps
@@ -164,7 +164,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` validation examples. A collective.
 
-    Raise OrreryError if there are fewer, or if `training` contains one of them.
+    Raise OrreryError if there are fewer or `training` contains one.
     """
     spec = manifest.sft.validation
     if spec is None:
@@ -181,7 +181,7 @@ def load_validation(
 
 
 def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
-    """Raise OrreryError on every rank if `training` has a chat of `validated`. A collective."""
+    """Raise OrreryError on all ranks if `training` contains a `validated` chat. A collective."""
     held = {_digest(chat): chat.where for chat in validated}
     mine = range(world.rank, len(training), world.size)
     found = next((index for index in mine if _digest(training[index]) in held), -1)

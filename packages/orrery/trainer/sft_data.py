@@ -1,10 +1,10 @@
 """Read SFT chats or texts by index, and tokenise them just before training.
 
-- Chats come from a task's demonstrations, a JSONL file or a dataset.
+- Chats come from task demonstrations, JSONL files or datasets.
 - Unknown fields of messages, tool calls and tools raise OrreryError.
-- Each epoch permutes the chats with the seed (manifest.seed, epoch).
-- A stop token precedes and follows each text document. Parts of long documents overlap by one
-  token, because the loss excludes each part's first token.
+- The seed of an epoch's permutation is (manifest.seed, epoch).
+- Stop tokens enclose each text document. Parts of long documents overlap by one token, because the
+  loss excludes each part's first token.
 """
 
 import json
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 CHECKED_TOKENS = 2_000_000  # tokens that each rank checks at start
 CHECKED_AT_ONCE = 64
 CHECKED_CHARACTERS = 1_000_000
-KEPT_TOKENS = 32_000_000  # maximum number of tokens cached for later epochs, 5 bytes each
+KEPT_TOKENS = 32_000_000  # most tokens cached for later epochs, 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
 REFUSED = ("functions", "chat_template_kwargs")  # unsupported fields that would change the prompt
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
@@ -79,7 +79,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open chats. Raise OrreryError if the data is missing, changed or empty."""
+    """Open chats. Raise OrreryError if data is missing, empty or has a wrong sha256."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -313,7 +313,7 @@ class Examples:
 
 
 class TextDocuments:
-    """Documents as chats, for comparison in `sft.refuse_shared`."""
+    """Documents as chats, for comparison by `sft.refuse_shared`."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts
@@ -326,7 +326,7 @@ class TextDocuments:
 
 
 class Texts:
-    """Text documents by index. If `is_partial`, other DiLoCo sites' files may be missing."""
+    """Text documents by index. If `is_partial`, files of other DiLoCo sites may be missing."""
 
     def __init__(
         self,
@@ -501,7 +501,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 
 def text_order(documents: Sequence[int], seed: int, shard: int | None, start: int) -> Iterator[int]:
-    """Yield `documents` endlessly from position `start`, permuted anew each epoch."""
+    """Yield endless epochs of `documents`, each permuted anew. Skip the first `start`."""
     epoch, begin = divmod(start, len(documents))
     while True:
         draw = np.random.default_rng([seed, epoch, 0 if shard is None else 1 + shard])
@@ -523,7 +523,7 @@ def text_batches(
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item, which a thread prepares ahead."""
+    """Yield a function that returns the next item. A thread prepares one ahead."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LearnerWeights:
-    """This rank's trained weights as one vector f32 [n], sorted by name."""
+    """This rank's trained weights, sorted by name, as one vector f32 [n]."""
 
     def __init__(self, learner: Learner) -> None:
         named = sorted(learner.weights.items())
@@ -65,8 +65,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among a site's ranks.
 
-    A separate process group allows calls from threads during the trainer's collectives. The group's
-    timeout `limit_s` must exceed rank 0's wait for other sites.
+    A separate process group lets threads call this during the trainer's collectives. Its timeout
+    `limit_s` must exceed rank 0's wait for other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:
@@ -116,6 +116,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return f32 zeros by weight name, as DiLoCo's first outer state."""
+    """Return DiLoCo's first outer state, f32 zeros by weight name."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

@@ -3,8 +3,8 @@
     python -m orrery.trainer.uploader check|upload|restore TARGET [RUN_DIR STAGE [KEEP]]
 
 - TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie in `TARGET/<run>/<stage>`.
-- `blocks/<sha256>` is a block of a file. `round_<step>.json` (header) lists a checkpoint's blocks.
-- The header is written last, so that a killed upload leaves no header without blocks.
+- `blocks/<sha256>` is a piece of a file. A header `round_<step>.json` lists a checkpoint's blocks.
+- A header is written after its blocks.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint. Keep the newest `keep`. Remove (abandoned) later steps."""
+        """Upload a checkpoint, and keep the newest `keep`. Remove later steps, now abandoned."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -66,7 +66,7 @@ class FsspecTarget:
         self._files.pipe_file(f"{self._root}/{newest}", msgspec.json.encode(header))
         kept: dict[str, StateSnapshot] = {}
         for path in reversed(self._headers()):
-            # Remove unreadable headers too, because killed uploads leave them.
+            # Remove unreadable headers, left by killed uploads.
             with suppress(msgspec.MsgspecError, ElasticError):
                 if len(kept) < keep and path.rpartition("/")[2] <= newest:
                     kept[path] = self._header(path)
@@ -109,10 +109,7 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 
 @contextmanager
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
-    """Yield a folder of hard links, because the trainer may remove `folder` during the upload.
-
-    Yield `folder` itself if linking fails.
-    """
+    """Yield hard links to the files of `folder`, because the trainer may remove it meanwhile."""
     shutil.rmtree(links, ignore_errors=True)
     files = links
     try:
@@ -153,7 +150,7 @@ def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
 
 
 def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
-    """Fetch the newest checkpoint. Raise OrreryError if the run already has one."""
+    """Fetch the newest checkpoint. Raise OrreryError if none exists or the run has one."""
     folder = checkpoints_dir(run_dir, stage)
     if checkpoints.latest(run_dir, stage) is not None:
         raise OrreryError(

@@ -25,7 +25,7 @@ from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.fp8_blocks import decoded
 
 NUM_NETWORKS = 2
-ROWS = 64  # maximum number of tokens with logits in memory
+ROWS = 64  # tokens with logits in memory
 
 
 class Networks:
@@ -74,7 +74,7 @@ def recompute(network: CausalLm, request: Recompute) -> Recomputed:
 def _answer(networks: Networks, request: Recompute) -> Recomputed:
     folder = Path(request.folder)
     try:
-        # Check first, because `read_weights` would wait for a missing folder.
+        # `read_weights` would wait for a missing folder.
         return recompute(networks.at(request.folder), request) if folder.is_dir() else Recomputed()
     except OrreryError:
         if folder.is_dir():

@@ -1,7 +1,7 @@
 """Write and find checkpoints. A folder is valid only with the marker file `COMPLETE`.
 
 - Attempt k writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes each file's
-  sha256 into `files.json`, and last the marker.
+  sha256 into `files.json`, and the marker last.
 - Removal begins with the marker, so a partly removed checkpoint is invalid.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with orchestrator state saved after the checkpoint
+LATER = "later"  # prefix of a checkpoint's folders with newer orchestrator state
 PUBLISHED = "published.json"  # digests of published weight versions
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders being removed
@@ -85,9 +85,9 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write each file's size in bytes and sha256 into `note` (JSON).
+    """Write a JSON file `note` with each file's size in bytes and sha256.
 
-    Write all other files first, because the note's reader may rename the folder.
+    Write the note last, because its reader may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -96,14 +96,14 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 
 
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
-    """Mark a folder as complete. Hash only files that `notes` (see `write_note`) do not list.
+    """Mark a folder as complete. Hash only files absent from `notes` (`write_note`).
 
-    Raise RunFailed if a listed file is missing or has another size.
+    Raise RunFailed if a noted file is missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
     (folder / FILES).unlink(missing_ok=True)
-    for name in (FILES, MARKER):  # a killed call left temporary files
+    for name in (FILES, MARKER):  # temporary files of killed calls
         for left in folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)
     digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
@@ -127,10 +127,11 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError with `remedy` if a file is damaged, missing or not in `files.json`.
+    """Raise OrreryError if a file is damaged, missing or not in `files.json`.
 
+    - `remedy`: advice for the error message.
     - `share` (i, n): hash every n-th file, from file i on.
-    - `each`: called in worker threads after each CHUNK_BYTES read.
+    - `each`: called in worker threads after each CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -157,7 +158,7 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Keep checkpoints of attempts newer than `attempt`. Ignore failed removals.
+    Also keep checkpoints of attempts after `attempt`. Ignore failed removals.
     """
     if keep < 1:
         raise OrreryError(
@@ -196,7 +197,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove incomplete checkpoints. Return their steps. Call this before any process saves."""
+    """Remove incomplete checkpoints, before any process saves. Return their steps."""
     whole = set(whole_checkpoints(run_dir, stage))
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):

@@ -25,7 +25,7 @@ from orrery.runtime.run_directory import rollouts_dir
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # computed by the engine, at the sampling temperature
+    "logprob": np.dtype("float32"),  # from the engine, at the sampling temperature
     "version": np.dtype("int32"),  # policy version that sampled the token, or −1
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
@@ -36,7 +36,7 @@ TOKEN_COLUMNS = {
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
     "dispatch_version": np.dtype("int32"),  # policy version at the start of the group
-    "engine": np.dtype("int32"),  # index of the sampling engine, or −1 if unknown or ambiguous
+    "engine": np.dtype("int32"),  # index of the sampling engine, or −1 if unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -112,7 +112,7 @@ class Columns:
         )
 
 
-MicroBatch = Columns | Sequence[Columns]  # a sequence's parts form one micro-batch
+MicroBatch = Columns | Sequence[Columns]  # a sequence holds parts to concatenate
 
 COALESCE_BYTES = 64 * 1024
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
@@ -134,10 +134,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ColumnLayout(msgspec.Struct, frozen=True):
-    """Byte ranges (slots) of columns in a buffer, without gaps.
-
-    Larger dtypes come first, for alignment.
-    """
+    """Byte ranges (slots) of columns in a buffer, without gaps, larger dtypes first to align."""
 
     slots: tuple[Slot, ...]
     num_bytes: int
@@ -293,7 +290,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into JSON header and data. Raise ValueError if damaged.
 
-    The library safetensors cannot read bfloat16 into numpy arrays.
+    Used because the safetensors library cannot read bfloat16 into numpy.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):

@@ -1,4 +1,4 @@
-"""Compute 64-bit fingerprints F, to check that two processes hold bitwise equal tensors.
+"""Compute 64-bit fingerprints F, to check that processes hold bitwise equal tensors.
 
 b_i is element i in row-major order, with its bits read as a signed integer:
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a CPU core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide kernel launch times
+GPU_CHUNK_ELEMENTS = 1 << 24  # large, to launch few kernels
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
@@ -47,7 +47,7 @@ def tensor_fingerprint(tensor: "torch.Tensor") -> int:
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return the fingerprint of a tensor, given its bits as integers. Needs no torch."""
+    """Return a tensor's fingerprint from its bits as integers, without torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -70,8 +70,8 @@ def slice_share(
 ) -> "torch.Tensor":
     """Return a slice's share of the fingerprint, i64 [].
 
-    `starts` and `full_shape` are as in `SliceSpec`. Raise ValueError for a dtype without integer
-    view.
+    `tensor` starts at index `starts` of a tensor of shape `full_shape`. Raise ValueError if its
+    dtype has no integer view.
     """
     import torch
 
@@ -81,7 +81,7 @@ def slice_share(
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
-    if not is_run and tensor.numel() > most:  # halve the slice, because flattening copies it
+    if not is_run and tensor.numel() > most:  # halve the slice, so that its flat copy is small
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
@@ -178,7 +178,7 @@ def _signed(unsigned: int) -> int:
 class SliceSpec(NamedTuple):
     """A slice from index `starts` of a tensor of shape `full_shape`.
 
-    The slice is dense and row-major at byte `offset` of a buffer.
+    It is dense and row-major at byte `offset` of a buffer.
     """
 
     offset: int
@@ -189,9 +189,9 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return (row length, row stride, first position) in elements, or None if strides vary.
+        """Return (row length, row stride, first position) in elements, or None if strides differ.
 
-        A row is a run of consecutive elements of the full tensor.
+        A row's elements are consecutive in the full tensor.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
@@ -211,7 +211,7 @@ class SliceFingerprints:
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """If `fused`, use Triton kernels. None means on GPUs, if Triton is installed."""
+        """Use Triton kernels if `fused` (None: on GPUs with Triton installed)."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

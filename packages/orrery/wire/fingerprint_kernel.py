@@ -1,11 +1,11 @@
-"""Compute fingerprint shares of many slices in one Triton pass.
+"""Compute fingerprint shares of many slices with Triton.
 
 `fingerprint` defines the symbols. A group is GROUP consecutive elements. If a slice's rows are
-whole groups, the kernel `_groups` multiplies elements by 32-bit integers. With W-bit elements and
-u = b + 2^(W−1) ≥ 0:
+whole groups, the kernel `_groups` multiplies elements by 32-bit halves of k. With W-bit elements
+and u = b + 2^(W−1) ≥ 0:
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
-    u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
+    u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ import triton.language as tl
 
 from orrery.wire.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
-BLOCK, STEPS = 4096, 8  # elements per block, blocks per program
+BLOCK, STEPS = 4096, 8  # elements per block, blocks per program of `_groups`
 WARPS, WARPS_BY_ELEMENT = 2, 8  # warps of `_groups` and `_elements`, fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice that starts at element `begin` of the buffer and `origin` of the full tensor.
+    """A slice whose first element is element `begin` of the buffer and `origin` of the tensor.
 
     In the tensor, rows of `num_columns` elements start `row_stride` elements apart.
     """
@@ -69,8 +69,7 @@ def _groups(
 ):  # fmt: skip
     """Add each slice's share to `out`. Rows must be whole groups.
 
-    `begin` counts 32-bit words, and is a multiple of LOAD. `num_columns`, `row_stride` and `origin`
-    count groups.
+    `begin` counts 32-bit words, a multiple of LOAD. All other sizes count groups.
     """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS
@@ -141,7 +140,7 @@ class KernelLaunch(NamedTuple):
     integers: torch.dtype  # view of the buffer
     factors: list[torch.Tensor]
     slice_of: torch.Tensor  # i32 [programs], slice index
-    first_of: torch.Tensor  # i32 [programs], first element or group
+    first_of: torch.Tensor  # i32 [programs], first element or group in the slice
     rows: list[torch.Tensor]  # one tensor [slices] per field of `Rows`
     constants: dict[str, int]
 
@@ -207,7 +206,7 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Divide slices among Triton programs of `taken` elements each.
 
-    Return `slice_of`, `first_of` and `rows` in units of `run` elements. `begin` counts elements.
+    All results except `begin` and `slice_of` count runs of `run` elements.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

@@ -1,7 +1,7 @@
 """Read files that another node writes to NFS.
 
-For up to a minute, an NFS client may report a new file as missing, unless it lists the folder.
-Writers must sync files before the marker that announces them.
+For up to a minute, an NFS client may report a new file as missing. Listing the folder avoids this.
+Writers must sync files before they write the marker.
 """
 
 import errno
@@ -25,7 +25,7 @@ def read(path: Path) -> bytes | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes if the file is replaced, or None if it is missing."""
+    """Return (inode, mtime) to detect a replaced file, or None if it is missing."""
     status = _if_there(path.stat)
     return None if status is None else (status.st_ino, status.st_mtime_ns)
 

@@ -1,8 +1,9 @@
 """Pack samples into micro-batches ("bins"), one per rank and micro-step.
 
-- No micro-batch exceeds `max_tokens`, padding included. Ranks have equally many micro-steps.
+- Including padding, a micro-batch has at most `max_tokens`, rounded up to `multiple`.
+- Ranks have equally many micro-steps.
 - Without padding, there are at most 11/9 · minimum + 1 bins, rounded up to whole micro-steps.
-- A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
+- A micro-step waits for its slowest rank, so its micro-batches get similar costs.
 """
 
 from bisect import bisect_left, insort
@@ -42,13 +43,13 @@ def pack(
     attention: np.ndarray | None = None,
     multiple: int = 1,
 ) -> Plan:
-    """Return each micro-batch's sample indices, `[rank][micro_step]`, int64, ascending or empty.
+    """Return the sample indices of micro-batch `[rank][micro_step]`, int64, ascending or empty.
 
     - `lengths`: tokens per sample, int64 [num_samples].
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
-    - `attention`: costs instead of quadratic · n², float64 [num_samples].
-    - `padded`: the model pads samples to the longest sample of the micro-batch.
-    - `multiple`: ranks that share a sample pad its length to a multiple of this number.
+    - `attention`: replaces quadratic · n², float64 [num_samples].
+    - `padded`: the model pads samples to the longest of the micro-batch.
+    - `multiple`: ranks that share a sample pad its length to a multiple of this.
 
     Raise OrreryError if a sample is empty or exceeds `max_tokens`.
     """
@@ -147,7 +148,7 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return (sum of step costs, bin order, `bins`). Costly bins come first, for an early peak."""
+    """Sort bins by falling cost, so that memory peaks early."""
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
     return float(loads[in_order].reshape(-1, num_ranks)[:, 0].sum()), in_order, bins
@@ -196,7 +197,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Make a micro-batch at each access, to save memory. `make` must be deterministic."""
+    """Micro-batches made at each access, to save memory. `make` must be deterministic."""
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
         self._length = length

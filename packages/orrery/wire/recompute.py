@@ -1,4 +1,4 @@
-"""Exchange messages over stdin and stdout with a process that recomputes log-probs.
+"""Exchange messages with `orrery.trainer.verifier` over stdin and stdout.
 
 A frame is a length in bytes (u32, little endian) and a msgpack message.
 """
@@ -26,7 +26,7 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """Each token's log-prob, and its distribution's entropy and variance of log p.
+    """Each token's log-prob, and the entropy and variance of log p at its position.
 
     Fields are f32 [n], or empty if the weights were removed.
     """

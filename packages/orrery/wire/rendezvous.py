@@ -53,7 +53,7 @@ def _folder(ctx: "RoleContext") -> Path:
 
 
 def publish(ctx: "RoleContext", url: str, as_role: str = "", **info: Any) -> None:
-    """Publish this process's address under `as_role` (default: its own role).
+    """Publish this process's address under `as_role` (default: its role).
 
     Raise RunFailed if this process lacks the run's token.
     """
@@ -116,16 +116,16 @@ def await_endpoints(
 # An engine's HTTP interface
 
 ENGINE_HEADER = "X-Orrery-Engine"  # the answering engine's index
-RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank to serve the request
+RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"  # key of vllm-router's consistent_hash policy
 # Clients close idle connections before servers do (uvicorn: 5 s or more).
 KEEPALIVE_S = 3.0
-UPDATE_S = 300.0  # limit of a weight update
+UPDATE_S = 300.0
 NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return an engine request's timeout, with time for a weight update."""
+    """Return an engine request's timeout, including a weight update."""
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 

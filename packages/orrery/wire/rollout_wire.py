@@ -2,9 +2,9 @@
 
 - A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
   the batch exists, so ranks can join or restart at any time.
-- The answer to `micro_step` −1 holds the batch's totals and info. Other answers hold a ticket to
-  fetch the micro-batch (see `sockets.py`).
-- A rank repeats an ask until it is answered. Repeats on one connection get one answer.
+- The answer to `micro_step` −1 holds the batch's totals and info. Other answers hold a ticket for
+  the micro-batch (`sockets.py`).
+- Ranks repeat unanswered asks. Repeats on one connection get one answer.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: equally many per rank. Their arrays must not change until
-      all ranks acknowledge the batch.
+    - `micro_batches[rank][micro_step]`: equally many per rank. Arrays must not change until all
+      ranks acknowledge the batch.
     - `totals` (token counts for the loss) and `info`: JSON values.
     """
 
@@ -69,7 +69,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's part of a batch. Iterate only once, because iteration fetches the data."""
+    """One rank's part of a batch. Iteration fetches the data, and works once."""
 
     step: int
     rank: int
@@ -154,7 +154,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait until all ranks have acknowledged earlier batches, then send in the background."""
+        """Wait until all ranks have earlier batches, then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: not self._held)
@@ -282,7 +282,7 @@ class RolloutReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, because a full queue fails `_send`
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: `_send` fails on a full queue
         self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)
@@ -300,7 +300,7 @@ class RolloutReceiver:
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's part of batch `step`, or raise RunFailed.
 
-        `deadline_s` limits each wait for the sender, including waits during iteration.
+        `deadline_s` limits each wait for the sender, also during iteration.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches

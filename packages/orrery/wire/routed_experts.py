@@ -1,11 +1,11 @@
 """Replay routing (R3): the trainer uses the experts that an engine chose.
 
 - Row t of column `routed_experts` [tokens, layers, top_k] has the expert ids of input token t:
-  uint8, or uint16 for more than 256 experts.
-- The ids of a missing route, such as the last token's, are the dtype's largest value. The trainer's
+  uint8, or uint16 above 256 experts.
+- In a missing route, such as the last token's, all ids are the dtype's largest value. The trainer's
   router then chooses experts. With 256 experts and top_k 1, expert 255 counts as missing.
-- If sparse-attention indexers' choices are replayed (`trainer.indexer_choice`), a row is uint8
-  [1, X]: all layers' routes, then each indexer's bit mask of chosen keys.
+- If `trainer.indexer_choice` replays choices of sparse-attention indexers, a row is uint8 [1, X]:
+  the routes of all layers, then a bit mask of chosen keys per indexer.
 """
 
 import io
@@ -20,9 +20,9 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, Model
 
 COLUMN = "routed_experts"
-PIECE = 1 << 20  # base64 characters per step, a multiple of 4
+PIECE = 1 << 20  # base64 characters decoded at once, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # enough base64 for a 3-dimensional .npy header
+_HEADER_CHARACTERS = 1024  # fits a 3-dimensional .npy header
 
 
 class RouteShape(NamedTuple):
@@ -43,11 +43,11 @@ class RouteShape(NamedTuple):
 class CheckedRoutes(NamedTuple):
     """Routes that fit the model, in the trainer's dtypes.
 
-    With up to 255 experts, ids are uint8 and 255 if missing. With more, int16 and −1 if missing.
+    Ids are uint8 with 255 for missing, or, from 256 experts on, int16 with −1 for missing.
     """
 
     ids: np.ndarray  # [tokens, layers with experts, top_k]
-    is_missing: np.ndarray  # bool [tokens]: in at least one layer
+    is_missing: np.ndarray  # bool [tokens], whether any layer lacks a route
     num_routed: int  # (token, layer) pairs with a route
 
 
@@ -60,7 +60,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return a column row's shape, or None if routing is not replayed."""
+    """Return the shape of the column's rows, or None without replayed routing."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:
@@ -71,7 +71,7 @@ def row_shape(manifest: Manifest) -> RouteShape | None:
 def split_choices(
     rows: np.ndarray, shape: RouteShape, num_indexers: int, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows into routes [tokens, layers, top_k] and key bits u8 [tokens, indexers, bytes].
+    """Split rows into routes [tokens, layers, top_k] and key masks u8 [tokens, indexers, bytes].
 
     Raise RunFailed if rows do not fit the model.
     """
@@ -164,10 +164,9 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Cut `routed_experts`, often tens of MB, out of an engine's JSON answer before decoding.
+    """Cut `routed_experts`, often tens of MB, out of an engine's JSON answer.
 
-    Return the rest of the answer, and the routes or None. Raise ValueError if the field is not a
-    .npy file of routes.
+    Return the rest, and the routes or None. Raise ValueError if the field is damaged.
     """
     import pybase64
 
@@ -193,7 +192,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Join routes of a conversation's answers into a column [num_tokens, layers, top_k].
 
-    Later answers take precedence. Raise ValueError if an answer's routes do not fit.
+    Later answers take precedence. Raise ValueError if routes do not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape

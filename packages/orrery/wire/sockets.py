@@ -2,9 +2,9 @@
 
 - Control: ZeroMQ, ROUTER at the orchestrator, DEALER at ranks. Both ends derive CurveZMQ keys from
   the run's token, so no secret is sent.
-- Bulk: a ticket, sent over the control socket, has two random secrets. The receiver sends the first
-  and a byte offset. The sender answers with the second and a micro-batch's bytes from the offset.
-- Bulk bytes are neither encrypted nor signed, so the network must be private.
+- Bulk: a ticket from the control socket has two random secrets. The receiver sends the first and a
+  byte offset. The sender answers with the second and the micro-batch's bytes from there.
+- Bulk bytes are not encrypted or signed, so the network must be private.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from orrery.runtime.network import derived_key
 from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 PROTOCOL = 3
-MAX_ASK_BYTES = 4096  # limit of a message to the orchestrator
-MAX_HEAD_BYTES = 64 << 20  # limit of a message to a rank
+MAX_ASK_BYTES = 4096  # largest message to the orchestrator
+MAX_HEAD_BYTES = 64 << 20  # largest message to a rank
 HANDSHAKE_S = 5.0
 # RecursionError: deep nesting. ValueError: bad UTF-8.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
@@ -45,17 +45,17 @@ HANDSHAKE_FAILED = (
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # for the current and next micro-batch
-MAX_UNKNOWN = 64  # maximum connections that have shown no ticket
+MAX_UNKNOWN = 64  # most connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # references to a free buffer: the pool's and `getrefcount`'s
+_UNSHARED = 2  # references to a free buffer, by the pool and `getrefcount`
 
 log = logging.getLogger(__name__)
 
 
 def authenticate(socket: Any, is_sender: bool) -> None:
-    """Refuse peers without the token. Raise OrreryError if pyzmq lacks CURVE."""
+    """Make `socket` refuse peers without the run token. Raise OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
             "pyzmq: built without CURVE, so the rollout wire cannot authenticate peers. "
@@ -90,7 +90,7 @@ class ControlSocket:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, because a full queue drops messages
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, because a full queue blocks `post`
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             authenticate(self._socket, is_sender=True)
@@ -113,7 +113,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Pass messages of `kind` to `handle(peer, message)`. It returns False to refuse one."""
+        """Pass messages of `kind` to `handle(peer, message)`, which returns False to refuse one."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
@@ -307,9 +307,9 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from byte `offset`. Return the first missing byte's offset.
+    """Fill `into` from byte `offset` on. Return the offset reached.
 
-    Stop early if the connection fails or sends no byte for `silence_s` seconds.
+    Stop early if the connection fails or is silent for `silence_s` seconds.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
@@ -338,7 +338,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reuse buffers, because allocating a buffer takes as long as filling it."""
+    """Reuse buffers, because allocation takes as long as filling."""
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []

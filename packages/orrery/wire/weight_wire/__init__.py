@@ -1,4 +1,4 @@
-"""Send policy versions from trainer to engines, by the wires in the README."""
+"""Send policy versions from trainer to engines. `wire/README.md` lists the wires."""
 
 from importlib.util import find_spec
 from pathlib import Path

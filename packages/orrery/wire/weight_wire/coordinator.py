@@ -2,8 +2,8 @@
 
 - Trainer rank 0 serves a TCPStore. The private file `wire.json` has its address and a secret.
 - TCPStore does not authenticate, so each value carries an HMAC-SHA256 with the secret.
-- When all engine ranks ("members") are ready, rank 0 publishes an order with a process group's
-  number ("generation"). A new group forms only after a failure or if members change.
+- When all engine ranks ("members") are ready, rank 0 publishes an order. Its "generation" numbers
+  the process group, and increases only after a failure or if members change.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
 ADDRESS = "wire.json"
 CURRENT = "current"
-ARRIVALS = "arrivals"  # key of the queue of `Arrival`s
-MEET_S = 120.0  # maximum wait for another rank's value
-FOREVER_S = 10.0**7  # maximum wait for the next transfer
-ARRIVAL_S = 120.0  # maximum wait for the next ready engine rank
-DONE_S = 300.0  # maximum wait for a trainer rank's result
-LOOK_S = 0.5  # after this time, a wait polls `is_over`
+ARRIVALS = "arrivals"  # queue of `Arrival`s
+MEET_S = 120.0  # limit for another rank's value
+FOREVER_S = 10.0**7  # limit for the next transfer
+ARRIVAL_S = 120.0  # limit for the next ready engine rank
+DONE_S = 300.0  # limit for a trainer rank's result
+LOOK_S = 0.5  # a wait polls `is_over` after this
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -51,14 +51,14 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """Announce a ready engine rank. A negative `transfer` ends rank 0's sending thread."""
+    """Notice of a ready engine rank. A negative `transfer` ends trainer rank 0's sending thread."""
 
     transfer: int
     engine: str
     rank: int
     world_size: int
     member: str
-    generation: int  # the rank's process group, or −1
+    generation: int  # number of the rank's process group, or −1
 
 
 class TransferOrder(msgspec.Struct):
@@ -86,7 +86,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store. A wait blocks the connection, so each thread needs its own."""
+    """A connection to the store. Waits block it, so each thread needs its own."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -116,8 +116,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed after `scaled(within_s)` seconds, or if the value is forged or the store
-        is gone. The error names `what`.
+        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, or if the value is forged
+        or the store is gone.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -184,7 +184,7 @@ class StoreConnection:
         return self.get(f"order/{number}", TransferOrder, "trainer 0's next order", FOREVER_S)
 
     def arrive(self, arrival: Arrival) -> None:
-        # One operation, so that a killed rank leaves no partial arrival.
+        # One operation: a killed rank leaves no partial arrival.
         self.store.queue_push(ARRIVALS, self._sealed(ARRIVALS, msgspec.msgpack.encode(arrival)))
 
     def next_arrival(self, within_s: float) -> Arrival:
@@ -206,7 +206,7 @@ def serve_store(
     """Serve a store on `host` until the caller drops it. Write its address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # Pass an open socket, because TCPStore would listen on all interfaces.
+    # Pass an open socket, because TCPStore's default listens on all interfaces.
     store = dist.TCPStore(
         host,
         port,
@@ -256,7 +256,7 @@ def fail_transfer(folder: Path, transfer: int) -> None:
 
 
 def this_host() -> str:
-    """Return hostname and boot id, equal if processes can share memory."""
+    """Return hostname and boot id. If equal, processes can share memory."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
@@ -269,7 +269,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all engine ranks of a transfer. Publish and return its order."""
+        """Wait for a transfer's engine ranks. Publish and return its order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:

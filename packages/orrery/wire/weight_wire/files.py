@@ -1,6 +1,6 @@
 """Send weights as safetensors files. Engines memory-map them.
 
-- On one node, the files' folder (mode 0700) is in shared memory, otherwise in the run directory.
+- The folder (mode 0700) is in shared memory on one node, otherwise in the run directory.
 - `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES, or of one larger tensor.
 - `version_<n>.json`: the marker, written last and removed first.
 - The publisher keeps the newest `keep` versions.
@@ -53,7 +53,7 @@ def own(folder: Path) -> None:
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> int:
-    """Return the bytes of shared memory for `keep` + 1 versions, or 0 if they are on disk.
+    """Return the bytes of shared memory for `keep` + 1 versions, or 0 if on disk.
 
     Raise OrreryError if the versions do not fit.
     """
@@ -113,7 +113,7 @@ class WeightPublisher:
             ) from error
         shutil.rmtree(target, ignore_errors=True)
         sync(aside)
-        aside.rename(target)  # readers ignore it without the marker
+        aside.rename(target)  # readers wait for the marker
         summary = digest(fingerprints)
         published = Published(version, str(target), fingerprints, summary, tuple(canary))
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
@@ -216,7 +216,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # NFS may show a new version's folder late.
+    # NFS may show the newest version's folder late.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -1,8 +1,8 @@
 """Send weights in FP8: e4m3 values, and a float32 scale per block of 128 × 128.
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
-- The engine decodes them to bfloat16, and its model quantizes them to FP8 again. This restores
-  values and scales exactly (see the README).
+- The engine decodes `x` to bfloat16, and its model quantizes it to FP8 again. This restores values
+  and scales exactly (see the README).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +44,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # 448 · LEAST_SCALE would round above 1e-4 in bfloat16, so stay below the engines' minimum.
+    # 448 · LEAST_SCALE rounds above the engines' 1e-4 in bfloat16, so lower such scales.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -57,7 +57,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, with FP8 decoded to bfloat16.
+    """Yield all tensors, FP8 decoded to bfloat16.
 
     Raise OrreryError if values or scales are missing.
     """
@@ -89,7 +89,7 @@ def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
 def with_scales(
     needs: Mapping[str, tuple[Box, ...]], tensors: Iterable[TensorInfo]
 ) -> dict[str, tuple[Box, ...]]:
-    """Add the boxes of scales to `needs`, in the order of `tensors`."""
+    """Return `needs` with the boxes of scales, in the order of `tensors`."""
     found: dict[str, tuple[Box, ...]] = {}
     for each in tensors:
         plain = each.name.removesuffix(SCALE)
@@ -100,7 +100,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode FP8 slices of buckets (buffers). Scales must arrive before or with their values."""
+    """Decode FP8 slices of buckets. Scales must arrive before or with their values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
@@ -131,7 +131,7 @@ class SliceDecoder:
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
         """Copy `scales` from `bucket` (u8), decode `values`, and return a buffer of results.
 
-        `widened(values)` gives their offsets in the buffer, which the next call overwrites.
+        `widened(values)` gives the offsets of results. The next call overwrites the buffer.
         """
         for name, box, offset in scales:
             if name not in self._scales:

@@ -1,7 +1,7 @@
 """Lease a policy version for its transfer over a direct wire (NCCL or NIXL). Needs no torch.
 
-The orchestrator leases a version from trainer rank 0, to delay the next optimizer step until the
-lease is released or the version is sent. Lost, late and duplicate messages do no harm.
+The orchestrator leases a version from trainer rank 0. The next optimizer step waits until the lease
+is released or the version is sent. Lost, late and duplicate messages do no harm.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.sockets import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of errors, so these phrases identify errors.
+# vLLM passes on only the text of errors, so these phrases identify them.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # limit of one of a transfer's rounds (`plan`)
-LEASE_S = 120.0  # maximum wait for the trainer's answer
+ROUND_S = 60.0  # limit of one round (`plan`)
+LEASE_S = 120.0  # limit for the trainer's answer
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -43,7 +43,7 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A policy version for engines.
 
     - `fingerprints`: by Hugging Face's tensor name. `digest` is their hash.
-    - `canary`: log-probs of a test prompt's tokens, except the first, or empty.
+    - `canary`: log-probs of a test prompt's tokens after the first, or empty.
     - `transfer`: the transfer's number on a direct wire, or 0.
     """
 
@@ -74,7 +74,7 @@ class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """A version's transfer. Later transfers have higher numbers."""
+    """A transfer. Later transfers have higher numbers."""
 
     number: int
     version: int
@@ -82,7 +82,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Hold trainer rank 0's only lease and its transfer. Thread-safe."""
+    """Trainer rank 0's only lease, and its transfer. Thread-safe."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -131,7 +131,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Start a transfer and return "", or return why it is refused."""
+        """Start the transfer and return "", or return why not."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -148,7 +148,7 @@ class LeaseTable:
             self.changed.notify_all()
 
     def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
-        """Refuse new leases. Wait for the end of the current lease, and call `check` meanwhile.
+        """Refuse new leases. Wait for the current lease to end, calling `check` meanwhile.
 
         Raise WireFailed after `limit_s` seconds.
         """

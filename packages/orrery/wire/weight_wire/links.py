@@ -1,10 +1,10 @@
 """Move bytes from buffers ("buckets") of trainer ranks ("sources") to engine ranks ("targets").
 
 - `nccl`: a process group sends messages (gloo on CPUs). If both GPUs are on one host, the target
-  instead reads the source's buckets by CUDA IPC.
-- `nixl`: the target reads the source's buckets over NIXL and UCX.
-- The first NCCL message between two ranks blocks until both join, so it runs in a thread for at
-  most ROUND_S seconds.
+  instead reads the buckets by CUDA IPC.
+- `nixl`: the target reads the buckets over NIXL and UCX.
+- The first NCCL message between two ranks blocks until both join, so a thread runs it for at most
+  ROUND_S seconds.
 """
 
 import os
@@ -29,7 +29,7 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # limit for a group to connect
+FORM_S = 30.0  # limit for a gloo group to connect
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # NCCL's watchdog must not end the process
 
@@ -127,7 +127,7 @@ class GroupLink:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Call `call` in a thread and return its result. Raise RuntimeError after `limit_s` seconds."""
+    """Run `call` in a thread. Raise RuntimeError after `limit_s` seconds."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -160,7 +160,7 @@ class MessageReady(msgspec.Struct):
 
 class Reader(Protocol):
     def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
-        """Fill `into` (u8) from byte `offset` of bucket 0 or 1 (`side`), after event `free`."""
+        """Fill `into` (u8) from byte `offset` of bucket `side` (0 or 1), after event `free`."""
 
     def close(self) -> None: ...
 
@@ -327,7 +327,7 @@ def load_nixl() -> Any:
 
 
 def wait_for_progress() -> None:
-    """Patch NIXL to let its progress thread sleep. Call this before making an agent.
+    """Make NIXL's progress thread sleep. Call this before making an agent.
 
     `nixl_agent` sets `pthrDelay` to 0 (seen in 1.5.1), so an idle process uses a CPU core. Remove
     this when `nixl_agent_config` takes the delay.
@@ -421,7 +421,6 @@ class NixlReader:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Turn any error of NIXL into WireFailed."""
         try:
             yield
         except Exception as error:
@@ -432,7 +431,7 @@ class NixlReader:
 
 
 class SenderLink:
-    """Connect a source to targets. Targets in `pulling` read its buckets, others use `group`."""
+    """Connect a source to targets. Targets in `pulling` read its buckets. `group` serves others."""
 
     def __init__(
         self,
@@ -456,7 +455,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """Connect a target to sources. It reads buckets of `pulled` sources. Others use `group`."""
+    """Connect a target to sources. It reads buckets of `pulled` sources. `group` serves others."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -465,7 +464,7 @@ class ReceiverLink:
         self.close = opened.close
 
     def receive(self, number: int, source: int, into: Tensor) -> Wait:
-        """Receive into `into` (u8), after earlier GPU work on it."""
+        """Receive into `into` (u8), after earlier GPU work on `into`."""
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._group is not None

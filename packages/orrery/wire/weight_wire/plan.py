@@ -1,8 +1,8 @@
 """Plan which trainer rank sends which slices to which engine rank, in buckets.
 
-- Sources are trainer ranks, targets engine ranks. A box is a range `[start, stop)` in every
-  dimension of a tensor.
-- Every needed element is sent to its target exactly once.
+- Sources are trainer ranks, targets engine ranks. A box is a range `[start, stop)` per
+  tensor dimension.
+- Each target receives every needed element exactly once.
 - In a round, a rank sends or receives at most one bucket, a buffer of `bucket_bytes`.
 """
 
@@ -23,7 +23,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # so that a slice's bytes can be viewed as any dtype
+ALIGNMENT_BYTES = 16  # so that any dtype can view a slice
 PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket waste little space
 
 
@@ -58,7 +58,7 @@ class Move(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A part of tensor `name`: `box`, dense and row-major at byte `offset` of a bucket."""
+    """Elements `box` of tensor `name`, dense and row-major at byte `offset` of a bucket."""
 
     name: str
     box: Box
@@ -306,7 +306,7 @@ def fill(bucket: Tensor, copies: Iterable[Copy]) -> None:
 
 
 def allocate(num_bytes: int, device: torch.device) -> list[Tensor]:
-    """Return two buckets (u8), each a single allocation, as CUDA IPC requires."""
+    """Return two buckets (u8), each one allocation, as CUDA IPC requires."""
     with _fixed_segments(device):
         return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
@@ -335,10 +335,7 @@ class _Bucketful:
 
 
 class RankFingerprints:
-    """Compute a trainer rank's shares of fingerprints.
-
-    If several ranks hold a box, only the lowest rank includes it.
-    """
+    """A trainer rank's shares of fingerprints. Only the lowest rank with a box includes it."""
 
     def __init__(
         self,

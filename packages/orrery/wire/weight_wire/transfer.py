@@ -1,7 +1,7 @@
 """Send weight slices directly from trainer ranks to engine ranks.
 
 On the trainer, `publish` announces a version, and a thread sends it on request. `settle` withdraws
-it, and must precede the optimizer step. On an engine, `receive` yields the slices.
+it before the optimizer step. On an engine, `receive` yields the slices.
 """
 
 import contextlib
@@ -136,9 +136,8 @@ class WeightSender:
         All ranks call this, but never between `settle` and the optimizer step. Raise WireFailed if
         the sending thread failed.
 
-        - `held` returns all checkpoint tensors. Those without a part on this rank are empty.
-        - `standing`: this rank's parameters and buffers. `held` is called again only if one of
-          them has new storage.
+        - `held` returns all checkpoint tensors. Tensors without a part on this rank are empty.
+        - `standing`: this rank's parameters and buffers. `held` reruns if their storage changes.
         - Rank 0 calls `report(version, error or "", seconds by phase)` after each transfer.
         """
         self.check()
@@ -231,7 +230,7 @@ class WeightSender:
 
 
 class _SendLoop:
-    """The sending thread. On rank 0 it also coordinates transfers."""
+    """The sending thread. On rank 0, it also coordinates."""
 
     def __init__(self, sender: WeightSender, holdings: Sequence[Holding]) -> None:
         self._sender, self._holdings = sender, holdings
@@ -260,7 +259,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # High priority, because engines wait. `publish` waited for the optimizer step.
+                # High priority, because engines wait. `publish` has waited for the optimizer step.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -381,7 +380,7 @@ class Pieces:
     """Distinct boxes that one engine's ranks need."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
-    of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of `needs`
+    of_rank: dict[int, np.ndarray]  # rank → indices of its pieces, in the order of `needs`
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
@@ -460,7 +459,7 @@ class WeightReceiver:
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
 
     def attest(self) -> dict[str, int]:
-        """Add up the engine ranks' shares. Return each tensor's fingerprint by name.
+        """Add up the engine ranks' shares. Return fingerprints by tensor name.
 
         Raise TransferFailed if a rank lacks slices, WireFailed if two ranks' bits differ.
         """
@@ -497,7 +496,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Pending receives in `_ahead` keep connections open and block peers.
+        # Clear `_ahead`, because pending receives keep connections open and block peers.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
