@@ -1,6 +1,7 @@
 """The plan of slices: every needed element comes exactly once, in bounded rounds."""
 
 import math
+import re
 from collections import defaultdict
 from itertools import product
 
@@ -131,6 +132,20 @@ def test_ranks_that_have_nothing_to_do_with_one_another_do_not_wait_for_one_anot
         64 * PIECES_A_BUCKET,
     )
     assert set(rounds[0]) == {(0, 0), (1, 1)} and len(rounds) == 1
+
+
+@pytest.mark.parametrize(
+    ("boxes", "overlapping"),
+    [
+        ([((0, 3),), ((2, 4),)], "[(0, 3)] and [(2, 4)]"),  # as many doubled as missing elements
+        ([((0, 1), (0, 5)), ((0, 2), (0, 3))], "[(0, 1), (0, 5)] and [(0, 2), (0, 3)]"),
+        ([((0, 9), (0, 1)), ((1, 2), (1, 5)), ((3, 4), (0, 2))], "[(0, 9), (0, 1)] and"),
+    ],
+)
+def test_parts_of_two_ranks_that_overlap_are_named(boxes, overlapping):
+    need = tuple((0, 5) for _ in boxes[0])
+    with pytest.raises(OrreryError, match=re.escape(overlapping)):
+        plan_moves(["a"], [{"a": box} for box in boxes], [{"a": (need,)}], {"a": 4})
 
 
 def test_what_nobody_holds_and_what_an_engine_lacks_is_named():

@@ -149,7 +149,7 @@ def plan_moves(
 ) -> list[Move]:
     """Return all moves from sources to targets, in the order of `names`.
 
-    Raise OrreryError if a needed element is in no source's box, or in two different boxes.
+    Raise OrreryError if a needed element is in no source's box, or if two different boxes overlap.
     """
     load = [0] * len(holdings)
     found: list[Move] = []
@@ -158,6 +158,7 @@ def plan_moves(
         for rank, held in enumerate(holdings):
             if name in held:
                 owners[held[name]].append(rank)
+        _raise_if_overlapping(name, owners)
         for target, wanted in enumerate(needs):
             for need in dict.fromkeys(wanted.get(name, ())):
                 missing = volume(need)
@@ -168,12 +169,24 @@ def plan_moves(
                         missing -= volume(common)
                         found.append(Move(source, target, name, common))
                 if missing:
-                    where = "no trainer rank" if missing > 0 else "several trainer ranks in part"
                     raise OrreryError(
                         f"weight wire: engine rank {target} needs {list(need)} of tensor {name!r}, "
-                        f"but {where} holds {abs(missing)} of these elements"
+                        f"but no trainer rank holds {missing} of these elements"
                     )
     return found
+
+
+def _raise_if_overlapping(name: str, boxes: Iterable[Box]) -> None:
+    active: list[Box] = []  # earlier boxes that reach into this one's rows
+    for box in sorted(boxes):
+        active = [each for each in active if each[0][1] > box[0][0]]
+        for each in active:
+            if intersection(each, box) is not None:
+                raise OrreryError(
+                    f"weight wire: trainer ranks hold overlapping parts {list(each)} and "
+                    f"{list(box)} of tensor {name!r}"
+                )
+        active.append(box)
 
 
 def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
