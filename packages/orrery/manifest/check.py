@@ -96,9 +96,9 @@ def sentence(error: ValidationError) -> str:
 
 
 def _num_mistakes(errors: list[Any]) -> int:
-    """Count distinct mistakes. A task's copies for training, evaluation and SFT count once."""
+    """Count distinct mistakes. Copies of a task for training, evaluation and SFT count once."""
 
-    def follows(e: Any) -> bool:  # pydantic drops invalid items, so the tuple seems too short
+    def follows(e: Any) -> bool:  # pydantic drops a tuple's invalid items, then finds it too short
         inside = (o["loc"] for o in errors if len(o["loc"]) > len(e["loc"]))
         return e["type"] == "too_short" and any(loc[: len(e["loc"])] == e["loc"] for loc in inside)
 

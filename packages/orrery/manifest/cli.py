@@ -104,7 +104,7 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Run `orrery.tasks.check` on (name, manifest) pairs, and return its notes.
+    """Return the notes of `orrery.tasks.check` about (name, manifest) pairs.
 
     Raise OrreryError for the first invalid task. Skip the check if `TASK_PACKAGES` are missing.
     """
@@ -202,7 +202,7 @@ def hardware(
 
 @app.command()
 def check(names: Names = None) -> None:
-    """Check runs, and check that manifests/ is up to date.
+    """Check runs, and that manifests/ is up to date.
 
     RUN may also be a manifest's path. If RUN is given, also check that Orrery can start it.
     """
@@ -289,7 +289,7 @@ def diff(
 ) -> None:
     """Print the differences of two runs, before → after.
 
-    Compare the manifests, and also the receipts if both runs have one.
+    Compare manifests and, if both runs have them, receipts.
     """
     a, b = named(before), named(after)
     if not (a.manifest and b.manifest) and not (a.receipt and b.receipt):
@@ -319,7 +319,6 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run `program`, print its OrreryError, and return the exit code."""
     try:
         program()
     except OrreryError as error:

@@ -1,10 +1,10 @@
 """List the devices that `hardware.accelerator` may name, and their rates.
 
 A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability 8.9
-with 44 GiB. Its rates are the lowest in `DEVICES` among GPUs of its or the next lower capability.
+with 44 GiB. It gets the lowest rates in `DEVICES` of GPUs with its or the next lower capability.
 
-`rates/` has measured rates. Other devices have data sheet rates, times the H200's ratio of measured
-to data sheet rates.
+`rates/` has measured rates. Other devices have data sheet rates, scaled by the H200's ratio of
+measured to data sheet rates.
 """
 
 import re
@@ -135,7 +135,7 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device of a key in `DEVICES` or a name from `told_accelerator`."""
+    """Return the device for a key of `DEVICES` or a name made by `told_accelerator`."""
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:
@@ -173,7 +173,7 @@ def is_named(accelerator: str, name: str) -> bool:
 
 SPARSE_PAIRS = 2**22  # maximum (query, key) pairs in a chunk of sparse attention's backward pass
 AUTO_SHARE = 16  # `lm_head_chunk_tokens` "auto": logits take 1/16 of device memory
-ALIGNMENT = 128  # token chunks, and vocabulary slices if possible, are multiples of this
+ALIGNMENT = 128  # token chunks and, if possible, vocabulary slices are multiples of this
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
@@ -200,10 +200,10 @@ PCIE_BYTES = 50e9  # bytes/s of pinned copies over PCIe 5, one way
 class Rates:
     """Operations and bytes per second of a device.
 
-    `dense_flops`, `grouped_flops`: bfloat16 products of dense layers and of routed experts.
+    `dense_flops`: bfloat16 products of dense layers. `grouped_flops`: of routed experts.
     `fp8_flops`: products of FP8 weights. Devices without FP8 units multiply in bfloat16.
     `attention_flops`: limit for long documents. Documents of `attention_half_tokens` reach half.
-    `link_bytes`, `host_link_bytes`: one-way copies to another device, or to pinned host memory.
+    `link_bytes`: one-way copies to another device. `host_link_bytes`: to pinned host memory.
     `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
 

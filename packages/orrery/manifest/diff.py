@@ -1,7 +1,7 @@
 """Compare two manifests or receipts field by field.
 
-A receipt (`receipt.json`) records each attempt of a run's stages. By default, only last attempts
-are compared, without times, job ids and messages.
+A receipt (`receipt.json`) records all attempts of a run's stages. Times, job ids, messages and
+all attempts but the last are compared only on request.
 """
 
 import json

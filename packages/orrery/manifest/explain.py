@@ -1,8 +1,8 @@
 """Explain which file and axis gave a field its value.
 
 An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
-`lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if removing it
-changes the value.
+`lib/run.libsonnet` derives all other fields. An axis is a source of a derived field whose value
+changes without the axis.
 """
 
 import json
@@ -48,7 +48,7 @@ class Place:
 class Explanation:
     """The origin of a scalar field.
 
-    `sources`: files that determine a derived value, or the axis that a run file overrides.
+    `sources`: the files that determine a derived value, or the overridden axis.
     """
 
     field: str
@@ -118,9 +118,8 @@ class _Case:
     def _found(self, path: FieldPath, value: Any) -> tuple[Path, "_Setting"] | None:
         """Return the setting of a run file that most likely gave `path` its value.
 
-        Skip settings with another literal, because they may be overridden or belong to other runs.
-        Prefer, in order: the run's own block, settings outside other runs' blocks, the last
-        setting.
+        Skip settings with another literal, which are overridden or belong to other runs. Prefer,
+        in order: the run's own block, settings outside other runs' blocks, the last setting.
         """
         found = [
             (file, setting)

@@ -70,7 +70,7 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout that contains `start` (default: working directory), or else this file."""
+    """Return the checkout around `start` (default: working directory), or around this file."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():
@@ -89,7 +89,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit(folder: Path, *paths: str) -> str:
-    """Return $ORRERY_COMMIT if set, or the commit of `folder`'s checkout, or "unknown".
+    """Return $ORRERY_COMMIT, or the commit of `folder`'s checkout, or "unknown".
 
     A checkout's commit ends with `-dirty` if tracked files below `paths` have changed.
     """

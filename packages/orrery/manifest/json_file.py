@@ -1,7 +1,7 @@
 """Read JSON from users and other processes.
 
 Only regular files are read, so a reader never waits for a pipe. Files beyond `MAX_BYTES` or
-`MAX_DEPTH`, or with NaN, infinities, NUL or unpaired surrogates, are refused.
+`MAX_DEPTH` are refused, as are NaN, infinities, NUL and unpaired surrogates.
 """
 
 import errno
@@ -25,7 +25,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Raise OrreryError with `remedy` if the file is unreadable or not JSON."""
+    """Return the content. Raise OrreryError with `remedy` if it is unreadable or refused."""
     try:
         return parse_json(read_regular(path), parse_constant)
     except OSError as error:
@@ -63,9 +63,9 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Raise ValueError if `text` is not JSON or has content that this module refuses.
+    """Return the value of `text`. Raise ValueError if it is not JSON or is refused.
 
-    `parse_constant` returns a replacement of NaN or an infinity.
+    `parse_constant` replaces NaN and infinities.
     """
     try:
         value = json.loads(

@@ -40,11 +40,11 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-# Only a file whose first line has this text and a digest of the other lines is overwritten.
+# A file is overwritten only if line 1 has this text and the digest of the other lines.
 WRITTEN = "Written by `orrery "
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # attempts to fit a run into memory
-# KV cache's share of GPU memory. The key says whether the GPU also trains.
+# whether the GPU also trains → KV cache's share of its memory
 CACHE_SHARE = {True: 0.25, False: 0.5}
 MIN_CACHE_BYTES = 256 << 20
 
@@ -69,7 +69,6 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return a layout: half of the GPUs train, half run engines. One GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -114,7 +113,7 @@ def _told(found: Sequence[Gpu]) -> str:
 
 
 def missing_gpu() -> str | None:
-    """Return why this process can see no GPU, or None."""
+    """Return the reason if no GPU is visible, or None."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return "CUDA_VISIBLE_DEVICES is empty, so no GPU is visible"
     if shutil.which(QUERY[0]) is None and not DEVICE_FILE.exists():
@@ -272,8 +271,8 @@ ONE_DEVICE: dict[str, int | str | None] = {
 class Adapted(NamedTuple):
     """A run, adapted to a machine.
 
-    `text`: the new run file, or None if the original fits. `fitting`: {field: value} that make the
-    run fit into device memory.
+    `text`: the new run file, or None if the original fits. `fitting`: {field: value} changes that
+    make the run fit into device memory.
     """
 
     run: Rendered

@@ -3,7 +3,7 @@
 A process with `ends` "itself" exits after its work. A "with_stage" process is a server, stopped
 once all "itself" processes have exited with 0.
 
-With several nodes, each role has a group of nodes: inference (or prefill, decode), then trainer.
+With several nodes, node groups are, in order: inference (or prefill, decode), trainer.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ ENGINE_ROLES = ("inference", "headless")
 class ProcessPlan:
     """A process `python -m <module>`. `index`: number within its role.
 
-    A "headless" process runs on node `part` > 0 of the multi-node engine `engine`.
+    A "headless" process serves the multi-node engine `engine` on its node number `part` > 0.
     """
 
     role: Role
@@ -46,7 +46,7 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return a name that processes share if they must restart together."""
+        """Return the name shared by processes that must restart together."""
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )

@@ -18,7 +18,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Rename `temporary` to `path` in the same folder."""
+    """Rename `temporary` durably to `path` in the same folder."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -40,7 +40,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Call fsync on `folder` and the folders below it, so that file names are durable."""
+    """Call fsync on `folder` and folders below it, so that file names are durable."""
     for parent, _, _ in os.walk(folder, topdown=False):
         with suppress(FileNotFoundError):  # if another process removes the folder
             sync(Path(parent))

@@ -49,7 +49,7 @@ class Evaluator:
         self._lost = self._importer = ""  # a failed import's error and place (" (FILE:LINE)" or "")
 
     def __call__(self, expression: str) -> Any:
-        """Raise OrreryError with Jsonnet's message and line if it fails."""
+        """Raise OrreryError with Jsonnet's message and line if the evaluation fails."""
         import _gojsonnet
 
         try:
@@ -107,7 +107,7 @@ class Evaluator:
         return name, _FAILS
 
     def _place_of_import(self, name: str) -> str:
-        """Return file and line that import `name`. Jsonnet omits them for a missing `importstr`."""
+        """Return the import's " (FILE:LINE)", which Jsonnet omits for a missing `importstr`."""
         wanted = re.compile(rf"""\bimport(?:str|bin)?\s*(['"]){re.escape(name)}\1""")
         for path in self.closure:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -226,7 +226,6 @@ def _value(workspace: Workspace, path: Path, name: str) -> Any:
 
 
 def _suggested(said: str) -> str:
-    """Suggest the most similar known setting."""
     if found := _UNKNOWN.match(said):
         known = re.findall(r"\w+", said[found.end() :])
         if near := nearest(found["given"], known):
@@ -262,7 +261,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the library refuses a run, evaluate each alone, so that the error names it."""
+    """If the library refuses a run, evaluate all runs singly, so that the error names it."""
     try:
         yield
     except OrreryError as error:

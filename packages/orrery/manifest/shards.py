@@ -2,8 +2,8 @@
 
 File i of a split, ordered by path, is in shard i mod num_shards.
 
-A folder with only some shards has the file DATA_SUMS: the sha256 of each file of the dataset. The
-manifest has the sha256 of DATA_SUMS, so sites with different shards share a manifest.
+A folder with only some shards has a file DATA_SUMS with the sha256 of all files of the dataset.
+The manifest has the sha256 of DATA_SUMS, so sites with different shards share a manifest.
 """
 
 import re
@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import data_files, sha256, sha256_of_data
 
-SUMS = "SHA256SUMS"  # lists a fetched folder's source, and its files' sha256
+SUMS = "SHA256SUMS"  # names a fetched folder's source, and its files' sha256
 DATA_SUMS = "DATA_SHA256SUMS"
 Shard = tuple[int, int]  # (K, N) of shard K/N
 
@@ -80,7 +80,7 @@ def data_names(folder: Path) -> list[str]:
 
 
 def checked_sha256(path: Path, num_shards: int = 1) -> str:
-    """Return the sha256 of the file DATA_SUMS or, without it, of the data.
+    """Return the sha256 of DATA_SUMS or, if it is missing, of the data.
 
     Raise OrreryError if a data file's sha256 differs from DATA_SUMS.
     """
@@ -100,7 +100,7 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if folder `path` lacks files of `split` and `shard`. None: all of them."""
+    """Raise OrreryError if `path` lacks files of `split` and `shard`. None means all."""
     if shard and not path.is_dir():
         raise OrreryError(f"path: {path} is no folder. Type `{fetch_command(path, shard)}`")
     names = files_of(data_sums(path), split, shard or (0, 1)) if split else data_sums(path)

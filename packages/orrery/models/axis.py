@@ -1,7 +1,7 @@
 """Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
-The output is JSON: axis, family, number of parameters, vocabulary size, and a reason. If none of
-Orrery's networks fits `config.json`, family is `hugging_face` and the reason says why.
+The output is JSON: axis, family, number of parameters, vocabulary size, and a reason. The reason is
+null, or says why the family is `hugging_face`: no network of Orrery fits `config.json`.
 """
 
 import argparse
@@ -57,7 +57,7 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the model, and None or the reason for family `hugging_face`.
+    """Return the model, and the reason for family `hugging_face` or None.
 
     Raise OrreryError for types unknown to transformers, and for quantization except FP8 blocks.
     """
@@ -89,7 +89,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Count the weights' layers for multi-token prediction. `config.json` may state more."""
+    """Count multi-token-prediction layers with weights. `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated

@@ -1,6 +1,7 @@
 """Define the interface of all networks, and our own decoder.
 
-Shapes: T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
+Shapes: T tokens, D hidden, V vocabulary, L layers with experts, E experts, K experts per token,
+I indexers, B bytes (or samples) of chosen keys
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from orrery.models.layers import (
 )
 
 # Our parameter name → Hugging Face's. `{expert}` stands for an index in dimension 0.
-Names = dict[str, str | tuple[str, ...]]  # several names split dim 0 evenly (dim 1 with {expert})
+Names = dict[str, str | tuple[str, ...]]  # several names split dim 0 evenly, or dim 1 with {expert}
 
 
 class LmHead(nn.Module):
@@ -55,7 +56,7 @@ class CausalLm(nn.Module):
 
     layers: nn.ModuleList
     lm_head: Any
-    names: Names | None = None  # if None, `families.hf_names` uses names of our own families
+    names: Names | None = None  # None: `families.hf_names` returns our families' names
     # Results of the latest forward pass:
     num_routes_differ: Tensor | None = None  # i64 [], see `Router.forward`
     expert_load_LE: Tensor | None = None  # i64
@@ -68,7 +69,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Return the LM head's weight [V, D], or the tied embedding."""
+        """Return the weight [V, D] of the LM head or the tied embedding."""
         raise NotImplementedError
 
     def forward(
@@ -86,8 +87,8 @@ class CausalLm(nn.Module):
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
         - `routed_experts`: integers [T, L, K], an engine's choice of experts.
-        - `engine_keys`: an engine's keys (`kernels/key_bits`): bits, u8 [T, indexers, bytes], or
-          samples, i32 [T, indexers, S].
+        - `engine_keys`: an engine's choice of keys (`kernels/key_bits`): bits, u8 [T, I, B], or
+          samples, i32 [T, I, B].
         - `is_padding`: bool [T], tokens excluded from indexer loss and expert load.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
@@ -108,7 +109,7 @@ class CausalLm(nn.Module):
         """Fill the allocated non-persistent buffers."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return a parameter's unsharded initial value on CPU, or None to draw it as usual."""
+        """Return a parameter's unsharded initial value on CPU. None: `weights._draw` draws it."""
         return None
 
     def log_probs(
@@ -159,7 +160,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return output [T, D], route counts (None without experts), later blocks' chosen keys."""
+        """Return output [T, D], route counts (None without experts), keys for later blocks."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

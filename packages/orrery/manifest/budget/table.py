@@ -1,6 +1,6 @@
 """Format an RL stage's plan, and find the fastest layouts that fit into memory.
 
-Layouts keep model, optimizer, precisions, and numbers of devices and rollouts.
+Layouts change only parallelism, memory options, and sizes of micro-batches and KV caches.
 """
 
 import math
@@ -23,7 +23,7 @@ from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 HOST_BYTES = 1.9e12  # default memory of a node
-GAIN = 0.01  # least relative gain of a proposed layout, if the run itself fits
+GAIN = 0.01  # minimum share of time that a proposed layout saves, if the run fits
 ROOM = 0.97  # share of usable memory that a layout may take
 SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try, cumulatively
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
@@ -44,7 +44,7 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or the engines.
 
-    `seconds`: time to train or generate a batch. `role`: its planned memory.
+    `seconds`: time to train or generate a batch. `role`: the layout's planned memory.
     """
 
     seconds: float
@@ -59,10 +59,7 @@ def trainer_layouts(
     network: float | None = None,
     host_bytes: float = HOST_BYTES,
 ) -> list[Proposal]:
-    """Return the fastest layouts that fit, one per mesh and kind of activation checkpointing.
-
-    `host_bytes`: memory of a node.
-    """
+    """Return the fastest layouts that fit, one per mesh and kind of activation checkpointing."""
     room, now = _room(run), RunPlan(run, tokens, network)
     if run.hardware.shared_devices:
         room -= max(role.total_bytes for role in now.roles()[1:])
@@ -286,7 +283,6 @@ def _memory(budget: RunBudget) -> Iterator[str]:
 
 
 def host_misfits(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
-    """Yield a sentence per role that needs more host memory than Slurm gives its nodes."""
     for role in budget.roles:
         needed_mb = -(-role.host_bytes // 2**20)
         if needed_mb > memory_per_node_mb:
@@ -297,7 +293,6 @@ def host_misfits(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
 
 
 def warning_misfit(budget: RunBudget, warning_s: float) -> Iterator[str]:
-    """Yield a sentence if Slurm's warning leaves too little time for a step and a checkpoint."""
     needed_s = budget.step_s + sum(budget.checkpoint[name] for name in ("waits_s", "writes_s"))
     if needed_s > warning_s:
         yield (
@@ -406,7 +401,7 @@ def search(
 
 
 def _proposals(role: str, now_s: float, fits: bool, layouts: list[Proposal]) -> Iterator[str]:
-    """Yield lines that describe the layouts. If the run `fits`, omit slower layouts."""
+    """Describe the layouts. If the run `fits`, omit layouts that are not faster."""
     yield f"{role}: {in_seconds(now_s)} a batch as it is; the fastest layouts that fit:"
     most_s = (1 - GAIN) * now_s if fits else math.inf
     shown = [one for one in layouts if one.seconds < most_s]

@@ -2,7 +2,7 @@
 
 Torch's allocator reserves more.
 
-Variables: c, p, r are the bytes of a value in `compute_dtype`, `param_dtype`, `reduce_dtype`.
+c, p and r are the bytes of a value in `compute_dtype`, `param_dtype` and `reduce_dtype`.
 """
 
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-OFFLOADED_BYTES = 128 << 20  # bucket of offloaded optimizer state: enough for PCIe's full rate
+OFFLOADED_BYTES = 128 << 20  # bucket of offloaded optimizer state, for PCIe's full rate
 WHOLE_BYTES = 256 << 20  # bucket of Muon's state, also without offload, for equal results
 NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
-MUON_COPIES = 4  # temporary bfloat16 copies of each such value
+MUON_COPIES = 4  # Muon's temporary bfloat16 copies of each value
 FREE_SHARE = 0.9  # share of planned free memory to use, because plans have errors
 
 Bytes = dict[str, int]
@@ -46,8 +46,8 @@ Bytes = dict[str, int]
 class Workload:
     """A context-parallel group's work in a step.
 
-    `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
-    `merged_width`: bytes per value of merged weights that LoRA runs send by NCCL or NIXL.
+    `tokens`: of a micro-batch. `document_tokens`: of the longest document. `merged_width`: bytes
+    per value of merged weights, if a LoRA run sends them by NCCL or NIXL.
     """
 
     tokens: int
@@ -80,7 +80,7 @@ def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A rank's host bytes, and `moments`: {moment of a step: {category: device bytes}}."""
+    """A rank's planned memory. `moments`: {moment of a step: {category: device bytes}}."""
 
     moments: dict[str, Bytes]
     host_bytes: int
@@ -101,7 +101,7 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Plan a rank's memory. `device_bytes` sets the LM head's "auto" chunks."""
+    """Plan a rank's memory. "auto" chunks of the LM head depend on `device_bytes`."""
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())
@@ -195,7 +195,7 @@ class _StepPlan:
             gradients += self.own(head) if head is root else 0
             backward = self.tokens * self.blocks[layer].backward
             later = self.tokens * self.blocks[layer].late
-            # Down projections' gradients exist before those of gate and up projections.
+            # Experts' down gradients exist before their gate and up gradients.
             experts = self.c * unit.trained_experts // self.ep if self.is_sharded else 0
             missing = min(backward - later, 2 * experts // 3)
             yield (
@@ -270,12 +270,9 @@ class _StepPlan:
         return resident + min(offloaded, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return a rank's host bytes.
-
-        Activations count twice, because their buffers round up to powers of 2.
-        """
         total = 0
         if self.trainer.memory.activation_offload:
+            # Factor 2, because the buffers round up to powers of 2.
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
         if self.on_host or self.trainer.memory.optimizer_offload:
             total += state_bytes(self.trainer, self.counted)[1]
@@ -293,7 +290,7 @@ class _StepPlan:
         return self.c * unit.gathered(self.ep) if self.is_sharded else 0
 
     def prefetched(self, unit: UnitParameters) -> int:
-        """Return the bytes gathered before use. With one shard, weights are cast at use."""
+        """Return the bytes gathered before use. With one FSDP shard, weights are cast at use."""
         if not self.is_sharded or self.shards == 1:
             return 0
         experts = (unit.trained_experts + unit.frozen_experts) // self.ep
@@ -308,7 +305,7 @@ class _StepPlan:
         return width * unit.gathered_trained(self.ep)
 
     def during_backward(self, unit: UnitParameters) -> int:
-        """Return the bytes of a block's gradients in its backward pass.
+        """Return a block's gradient bytes.
 
         With compute copies, only one weight's gradient is in the compute dtype at a time.
         """
@@ -355,8 +352,9 @@ class _StepPlan:
 class StateRooms:
     """Bytes of offloaded optimizer state that fit below the planned peak memory.
 
-    `forward`, `backward`: during each block's passes in the first micro-batch. `head`: during the
-    LM head's passes. `arriving`: from each block's last backward pass to the step's end.
+    - `forward`, `backward`: during this pass of each block in the first micro-batch.
+    - `head`: during the LM head in the first micro-batch.
+    - `arriving`: from each block's last backward pass to the step's end.
     """
 
     forward: tuple[int, ...]
@@ -390,7 +388,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # `first` omits unsharded gradients, which micro-batches accumulate.
+    # `first` omits the unsharded gradients that `reduce_gradients` "step" accumulates.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # maximum used bytes from each moment to the step's end

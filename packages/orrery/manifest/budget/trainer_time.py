@@ -27,11 +27,11 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
-# Collectives take 16 of 132 multiprocessors, and bandwidth, and so slow kernels by this share.
+# Collectives slow kernels by this share, as they use bandwidth and 16 of 132 multiprocessors.
 COLLECTIVES_SHARE = 0.2
 LAUNCH_S = 0.7e-3  # minimum host time to launch a block's kernels for a micro-batch
 IDLE_SHARE = 0.015  # idle share of a step
-EAGER = 2.5  # bytes of elementwise operations: eager / compiled
+EAGER = 2.5  # ratio of elementwise operations' bytes: eager to compiled
 FORWARD_SHARE = 0.3  # the forward pass's share of computation
 BOTH_WAYS = 0.85  # each direction's share of the host link's rate if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides FSDP's collectives, if cp > 1
@@ -41,10 +41,10 @@ SPARSE_FORWARD_SHARE = 0.75
 SPARSE_BACKWARD_SHARE = 0.5
 INDEXER_SHARE = 0.89  # FP8 scores, and the choice of keys
 # Shares of the FP8 rate and of memory bandwidth, from benchmarks/trainer/fp8_layers.json
-FP8_GRADIENT_SHARE = 0.7  # weight gradients, with blocks of 1 × 128 in both operands
-FP8_EXPERTS_SHARES = 0.9, 0.36  # products of experts, and their weight gradients
-QUANTIZATION_SHARE = 0.6  # bandwidth share of quantizing activations by rows and by columns
-EXPERT_WAIT_S = 7e-3  # the host's wait for an exchange's lengths, per MoE block and micro-batch
+FP8_GRADIENT_SHARE = 0.7  # weight gradients: both operands have 1 × 128 blocks
+FP8_EXPERTS_SHARES = 0.9, 0.36  # of experts: (other products, weight gradients)
+QUANTIZATION_SHARE = 0.6  # bandwidth share of quantizing activations by rows and columns
+EXPERT_WAIT_S = 7e-3  # host's wait for counts of exchanged tokens, per MoE block and micro-batch
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients from device to host with `fsdp.cpu_offload`
 HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host
 
@@ -53,8 +53,8 @@ HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the ho
 class Links:
     """Bytes per second of a device in collectives.
 
-    `experts`, `shards`: FSDP's collectives of experts, and of all other weights.
-    `all`, `cp`, `ep`: exchanges among all ranks, or along a mesh axis.
+    `experts`: FSDP's collectives of experts. `shards`: FSDP's other collectives. `all`: exchanges
+    among all ranks. `cp`, `ep`: exchanges along a mesh axis.
     """
 
     shards: float
@@ -94,9 +94,9 @@ def step_s(
 
     "communication" is exposed time only. The sum excludes "communication in all".
 
-    `lengths`: tokens of each document of a context-parallel group.
-    `streams_state`: whether offloaded state is also copied during both passes. `knows_routes`:
-    whether the lengths of token exchanges follow from engines' routes.
+    - `lengths`: tokens of each document of a context-parallel group.
+    - `streams_state`: whether passes overlap with copies of offloaded state.
+    - `knows_routes`: whether routes are known, so ranks need not wait for token counts.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -113,7 +113,7 @@ def step_s(
     computing = sum(seconds.values())
     moved = traffic(model, trainer, counted, tokens)
     in_all, exposed = _communication(trainer, moved, micro_batches, computing, link)
-    hidden_share = 1 - 1 / mesh.ep_chunks  # of tokens that travel beside experts' products
+    hidden_share = 1 - 1 / mesh.ep_chunks  # share of tokens exchanged during experts' products
     exposed -= hidden_share * min(moved.ep / link.ep, seconds["grouped products"])
     slower = 1 + COLLECTIVES_SHARE * (in_all - exposed) / max(computing, 1e-9)
     seconds = {kind: s * (1 if kind == "copies" else slower) for kind, s in seconds.items()}
@@ -171,7 +171,6 @@ def _computation(
 def _attention_s(
     model: Model, operations: float, lengths: Sequence[int], cp: int, rates: Rates
 ) -> float:
-    """Return the seconds of attention's forward and backward passes of `operations` FLOPs."""
     if not attends_sparsely(model, lengths, cp):
         mean = sum(n * n for n in lengths) / max(1, sum(lengths))
         return operations / rates.attention_flops * (1 + rates.attention_half_tokens / max(1, mean))
@@ -184,8 +183,8 @@ def _attention_s(
 def _adapter_bytes(model: Model, trainer: Trainer) -> tuple[float, float]:
     """Return the bytes per token of products with adapters: (outside experts, in experts).
 
-    Memory limits these products, because adapters are narrow. A forward and backward pass move each
-    input and output four times, gradients included.
+    Memory bandwidth limits these products, because adapters are narrow. A forward and backward
+    pass move each input and output four times, gradients included.
     """
     found = [0.0, 0.0]
     if trainer.lora is None:
@@ -208,7 +207,6 @@ def _adapter_bytes(model: Model, trainer: Trainer) -> tuple[float, float]:
 def _products_s(
     model: Model, trainer: Trainer, work: Flops, num_tokens: int, rates: Rates
 ) -> tuple[float, float]:
-    """Return the seconds of a step's products: (outside experts, of experts)."""
     dense_s, grouped_s = work.projections / rates.dense_flops, work.experts / rates.grouped_flops
     if not model.fp8 or rates.fp8_flops <= rates.dense_flops:
         return dense_s, grouped_s
@@ -237,12 +235,12 @@ def _products_s(
 def _quantization_s(
     model: Model, trainer: Trainer, micro_batches: int, tokens: float, rates: Rates
 ) -> float:
-    """Return the seconds of FP8's elementwise operations in a step of a rank.
+    """Return a rank's seconds of FP8's elementwise operations per step.
 
     - Products' inputs and output gradients are read, and written in FP8 by rows and columns.
-    - Weights with the same input are joined. Then weights are read, and written in FP8 in two
-      layouts: in each pass with FSDP, otherwise once per step.
-    - Weights' gradients are zeroed and read in float32, and written.
+    - Weights with the same input are joined. All are read, and written in FP8 in two layouts: in
+      each pass with FSDP, otherwise once.
+    - Weight gradients are zeroed and read in float32, and written.
     """
     c, is_trained = DTYPE_BYTES[trainer.compute_dtype], trainer.lora is None
     per_token = per_step = 0.0
@@ -268,7 +266,6 @@ def _quantization_s(
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
-    """Return the bytes that a rank's FSDP copies and casts in a micro-batch."""
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
     r, shards = DTYPE_BYTES[trainer.reduce_dtype], mesh.dp_shard * mesh.cp
@@ -284,8 +281,8 @@ def _offload_s(
 ) -> float:
     """Return the exposed seconds of activation offload.
 
-    The forward pass hides copies to the host. A block's backward pass hides copies of the blocks
-    before it. The last blocks, still in flight to the host, stay on the device.
+    The forward pass hides copies to the host. A block's backward pass hides copies of earlier
+    blocks to the device. The last blocks in flight to the host stay on the device.
     """
     if not trainer.memory.activation_offload:
         return 0.0
@@ -302,7 +299,6 @@ def _offload_s(
 def _cpu_offload_s(
     trainer: Trainer, counted: ParameterCounts, micro_batches: int, rates: Rates
 ) -> float:
-    """Return the seconds of copies of weights and gradients between host and device."""
     shards = trainer.mesh.dp_shard * trainer.mesh.cp
     gathers, reductions = _collectives(trainer, micro_batches)
     weights = DTYPE_BYTES[trainer.param_dtype] * counted.total / shards
@@ -314,7 +310,6 @@ def _cpu_offload_s(
 def _communication(
     trainer: Trainer, moved: "Traffic", micro_batches: int, computing: float, link: Links
 ) -> tuple[float, float]:
-    """Return the seconds of communication: (in all, exposed)."""
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
     reduction = moved.reduction / link.shards + moved.reduction_experts / link.experts
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
@@ -337,7 +332,7 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, values of optimizer state, seconds of Muon's all-to-alls).
 
-    Constants from 24 to 60 are bytes moved per value, including the gradient's norm and scaling.
+    The numbers 24 to 60 are bytes moved per value, gradient norm and scaling included.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -365,10 +360,7 @@ def _optimizer_s(
 def _state_copies_s(
     num_bytes: float, room: int, micro_batch_s: float, has_more: bool, rates: Rates
 ) -> float:
-    """Return the exposed seconds of copies of offloaded optimizer state.
-
-    `room`: device bytes for state that arrives before the optimizer step.
-    """
+    """Return exposed seconds. `room`: device bytes for state copied before the optimizer step."""
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
     beside_s = micro_batch_s if has_more else micro_batch_s - backward_s
@@ -376,7 +368,7 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, values in sharded matrices, FLOPs per iteration)."""
+    """Return (values that Muon updates, sharded values of these, FLOPs per Newton-Schulz step)."""
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
         for weight in block_weights(model, layer):
@@ -384,14 +376,14 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Matrices of experts do not count, because each is on a single rank.
+            # An expert's matrix is on a single rank.
             split += weight.size if len(weight.shape) == 2 else 0
-            operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)  # Newton-Schulz
+            operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations
 
 
 def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
-    """Return the bytes of elementwise operations per token and layer, in bfloat16."""
+    """Return bytes moved per token and layer, in bfloat16."""
     hidden = model.hidden_size
     parts = {"norms": 2 * 2 * hidden}
     parts["attention_projections"] = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
@@ -415,7 +407,7 @@ def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
 class Traffic:
     """Bytes that one rank sends.
 
-    - `gather`, `reduction`: one gather of weights, or reduction of gradients, without experts.
+    - `gather`: one gather of weights. `reduction`: one reduction of gradients. Both omit experts.
     - `cp`, `ep`, `replicas`: a step's exchanges along a mesh axis.
     """
 
@@ -468,7 +460,7 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return {collective: {link: bytes}} of all ranks in a step.
 
-    "links" are inside nodes, and "network" is between nodes.
+    "links" are inside nodes, "network" is between nodes.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -507,7 +499,6 @@ def step_bytes(
 
 
 def _collectives(trainer: Trainer, micro_batches: int) -> tuple[int, int]:
-    """Return how often a step gathers each weight, and reduces each gradient."""
     gathers = micro_batches * (2 if trainer.fsdp.reshard_after_forward else 1)
     reductions = micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
     return gathers, reductions
@@ -518,11 +509,11 @@ def _num_moe_blocks(model: Model) -> int:
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the values that a rank sends to each other rank of its cp group, per token."""
+    """Return the values per token that a rank sends to each other rank of its cp group."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
-    # Forward pass and recomputation send latent keys, the backward pass their gradients.
+    # The forward pass and recomputation send latent keys, the backward pass sends gradients.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or not memory.recomputes_blocks else 3

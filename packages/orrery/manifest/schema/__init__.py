@@ -2,7 +2,7 @@
 """The manifest: all settings that determine a run's result.
 
 Every field is required, so that reviewers see every value. Hosts, mounts, ports and log levels are
-in the cluster's site file. Field names carry units: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
+in the cluster's site file. Names carry units: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 
 from orrery.manifest.schema.constraints import TARGETS

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # names of Snakemake rules
 SEGMENT_BYTES = 16 << 20  # minimum size of a Mooncake segment per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
-INDEXER_BLOCK_TOKENS = 64  # cache block size of vLLM's indexers
-CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
-MAX_CHOICE_TOKENS = 16384  # maximum context if engines send all chosen keys
+INDEXER_BLOCK_TOKENS = 64  # tokens in a cache block of vLLM's indexers
+CHOSEN_KEYS_BLOCK = 128  # `top_k` must be a multiple of this on GPUs (FlashMLA)
+MAX_CHOICE_TOKENS = 16384  # maximum context if `indexer_choice` is "replay"
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
@@ -448,7 +448,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Check FP8. Experts need whole blocks, because weight updates do not fill vLLM's padding."""
+    """Check FP8. Weight updates do not fill vLLM's padding, so experts need whole blocks."""
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
     if inference.quantization != "fp8":
@@ -496,7 +496,7 @@ def _fp8_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _fp8_inputs(model: Model, inference: Inference) -> Iterator[tuple[str, int, int]]:
-    """Yield (field, width, number of shards) of each input of dense layers."""
+    """Yield (field, width, number of shards) for each input of dense layers."""
     yield "model.hidden_size", model.hidden_size, 1
     if model.family != "hugging_face":
         field, size = "head_dim", model.head_dim

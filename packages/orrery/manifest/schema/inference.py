@@ -15,11 +15,11 @@ from orrery.manifest.schema.model import (
 )
 
 DISK_PAGE_BYTES = 4096
-INDEXER_SCALE_BLOCK = 128  # values of indexer keys per scale, in vLLM
+INDEXER_SCALE_BLOCK = 128  # values of an indexer key per scale in vLLM
 
 
 class NoRouter(Record):
-    """The orchestrator sends requests to the only engine, or to prefill and decode engines."""
+    """Requests go directly to the only engine, or to prefill and decode engines."""
 
     kind: Literal["none"]
 
@@ -70,7 +70,7 @@ class NoKvOffload(Record):
 class TieredKvOffload(Record):
     """Evicted cache blocks move to host memory, then to the node's scratch disk.
 
-    Sizes are per data-parallel rank. A restarted engine reuses its files.
+    Sizes are per data-parallel rank. A restarted engine reuses the files on disk.
     """
 
     kind: Literal["tiers"]
@@ -100,7 +100,7 @@ class EngineShape(Record):
 
     - A replica has `data_parallel` · `tensor_parallel` devices on `nodes_per_replica` nodes.
     - `dual_batch_overlap`: exchange half a batch's tokens while the other half computes.
-    - `environment`: environment variables. Orrery's own take precedence.
+    - `environment`: environment variables. Orrery's take precedence.
     """
 
     nodes_per_replica: Count
@@ -139,7 +139,7 @@ class EngineShape(Record):
 class Inference(EngineShape):
     """The engines: `num_replicas` vLLM servers.
 
-    - The first `prefill_replicas` engines prefill, the others decode. If it is 0, all do both.
+    - `prefill_replicas`: the first n engines prefill, the others decode. 0: all do both.
     - `prefill`: settings of prefill engines. Null: decode engines' settings.
     - `max_local_prefill_tokens`: maximum uncached tokens of a prompt that a decode engine prefills.
     - `quantization` "fp8": quantize dense layers and experts.
@@ -187,7 +187,7 @@ def indexer_token_bytes(model: Model) -> int:
 
 
 def rank_token_bytes(model: Model, inference: Inference) -> int:
-    """Return the bytes of a token's cache in host memory or files, for a data-parallel rank.
+    """Return a data-parallel rank's bytes of a token's cache in host memory or files.
 
     With MLA, tensor-parallel devices share one copy.
     """
@@ -206,7 +206,6 @@ def longest_device_bytes(model: Model, inference: Inference) -> int:
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return a data-parallel rank's host bytes for the longest sequence's cache."""
     tokens = longest_blocks(inference) * inference.kv_block_tokens
     return tokens * rank_token_bytes(model, inference)
 
@@ -218,14 +217,14 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the disk bytes of a cache block, and of its tokens' routes (chosen experts).
 
-    Routes get twice their size, because they may be evicted in another order than cache blocks.
+    Routes get twice their size, as their eviction order may differ.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
-    """Return sharded widths: (field, width, field that sets the shards, number of shards)."""
+    """Return sharded widths as (field, width, field of the shards' number, number of shards)."""
     moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
     widths = []
     if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):

@@ -22,11 +22,11 @@ from orrery.manifest.schema.model import (
 from orrery.manifest.schema.trainer import Optimizer, Schedule, Trainer
 
 SCHEMA_VERSION = 3
-SAMPLED_KEYS = 4  # per token and indexer, with `trainer.indexer_choice` "compare"
+SAMPLED_KEYS = 4  # per token and indexer, if `trainer.indexer_choice` is "compare"
 
 
 class TaskUse(Record):
-    """A task. Its share of training groups is its `weight` / the sum of weights."""
+    """A task. Its share of training groups is proportional to `weight`."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class TaskUse(Record):
 
 
 class Grpo(Record):
-    """Advantage A = R − mean(R), with rewards R of a group.
+    """Advantage A = R − mean(R), for a group's rewards R.
 
     `normalize_std`: divide A by R's standard deviation.
     """
@@ -48,7 +48,7 @@ class Grpo(Record):
 
 
 class MaxRl(Record):
-    """Advantage A = (R − mean(R)) / mean(R), with rewards R of a group. A = 0 if mean(R) ≤ 0."""
+    """Advantage A = (R − mean(R)) / mean(R), for a group's rewards R. A = 0 if mean(R) ≤ 0."""
 
     kind: Literal["max_rl"]
     group_size: Annotated[int, Field(ge=2)]
@@ -81,7 +81,7 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 class Evaluation(Record):
     """Evaluations on held-out problems during RL, each with one policy version.
 
-    `stop_at`: mean held-out reward at which RL ends successfully.
+    `stop_at`: mean reward at which RL ends successfully.
     """
 
     interval_steps: PositiveInt
@@ -93,13 +93,13 @@ class Evaluation(Record):
 class GuestEngines(Record):
     """Engines that other sites lend (`orrery lend`).
 
-    An engine lags at most `max_versions_behind` policy versions. A site that sends no request for
+    Engines lag at most `max_versions_behind` policy versions. A site that sends no request for
     `lease_s` counts as failed.
 
-    The trainer's site recomputes log-probs of the share `verified_share` of a guest site's
-    rollouts. It refuses the guest site if a rollout's mean |Δ log-prob| exceeds both
-    `min_logprob_difference` and `tolerance` · the 90th percentile of the run's own rollouts, or if
-    other tests in `orchestrator/guests/sites.py` fail.
+    The trainer's site recomputes log-probs of a share `verified_share` of each site's rollouts. It
+    refuses a site if a rollout's mean |Δ log-prob| exceeds both `min_logprob_difference` and
+    `tolerance` · the 90th percentile of the run's own rollouts, or if another test in
+    `orchestrator/guests/sites.py` fails.
     """
 
     max_sites: Count
@@ -114,11 +114,11 @@ class GuestEngines(Record):
 class Orchestrator(Record):
     """Sampling of rollouts, and their selection for training.
 
-    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. Such groups fill the
-    batch only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
+    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. They fill the batch
+    only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
 
-    `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": count
-    them with reward 0 in evaluations and in their group's mean, but never train them.
+    `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": give
+    them reward 0 in evaluations and in the group's mean, but never train them.
     """
 
     algorithm: Algorithm
@@ -149,7 +149,7 @@ class Transport(Record):
 
     `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
     engine its slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
-    "adapters": files with only `trainer.lora`'s adapters. Engines keep the initial weights.
+    "adapters": files with only `trainer.lora`'s adapters, added to the initial weights.
 
     `routed_experts`: the trainer uses the engines' choice of experts (router replay, R3).
     """
@@ -193,7 +193,7 @@ class TextData(Record):
       only its shard.
     - `shard_by` "file": file i of the split is in shard i mod num_shards, so a site needs only its
       shard's files (`orrery fetch dataset NAME --shard K/N`).
-    - `sha256`: hash of the file. For folders: the hash that `orrery fetch dataset` prints.
+    - `sha256`: the file's hash or, for folders, the hash that `orrery fetch dataset` prints.
     """
 
     kind: Literal["text"]
@@ -202,7 +202,7 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
-    # JSON omits None, so that ids of older manifests stay valid.
+    # JSON omits None, so that older manifests keep their ids.
     shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 
@@ -262,7 +262,7 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The machine. Its shape sets the order of reductions, and so affects results.
+    """The machine. Its shape sets the order of reductions, which affects results.
 
     `accelerator`: "cpu", a key of `devices.DEVICES` or a name from `orrery hardware`.
     `shared_devices`: trainer and engines share the GPUs of one node.
@@ -305,7 +305,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return the number of devices of each node group, in node order."""
+        """Return each node group's number of devices, in node order."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill
@@ -314,10 +314,7 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return bytes per token of the engines' choice of keys.
-
-        Per indexer, "replay" needs a bit for each key, and "compare" a sample of keys.
-        """
+        """Return bytes per token of the engines' choice of keys ("replay": a bit per key)."""
         each = {
             "own": 0,
             "compare": 4 * SAMPLED_KEYS,
@@ -327,7 +324,7 @@ class Manifest(Record):
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the maximum tokens of an SFT example cut from data of kind "text"."""
+        """Return the maximum tokens of an SFT example cut from `TextData`."""
         limit = self.trainer.memory.max_tokens_per_micro_batch
         return min(limit, self.model.max_positions)
 

@@ -51,7 +51,7 @@ class RandomInit(Record):
 class PretrainedInit(Record):
     """Weights of a Hugging Face checkpoint on disk.
 
-    `sha256`: hash of `model.safetensors`. For several files: output of `sha256sum
+    `sha256`: hash of `model.safetensors` or, for several files, output of `sha256sum
     model-*.safetensors | sha256sum`.
     """
 
@@ -71,7 +71,7 @@ class CharacterTokenizer(Record):
 class PretrainedTokenizer(Record):
     """The tokenizer files beside the pretrained weights.
 
-    `sha256`: output of `sha256sum FILES | sha256sum`. FILES: each of these that exists:
+    `sha256`: output of `sha256sum FILES | sha256sum`. FILES: existing files among
     `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
     `tokenizer_config.json`.
     """
@@ -92,8 +92,8 @@ class PretrainedTokenizer(Record):
 class MoE(Record):
     """Mixture of experts in all layers except the first `num_dense_layers`.
 
-    `score`: function from router logits to expert weights. With "sigmoid", a bias affects only the
-    choice of experts. `routed_scale`: factor of the routed experts' output.
+    `score`: function from router logits to expert weights. With "sigmoid", a bias affects the
+    choice of experts, not their weights. `routed_scale`: factor of the routed experts' output.
     """
 
     num_experts: Count
@@ -119,8 +119,8 @@ class Llama3RopeScaling(Record):
 class YarnRopeScaling(Record):
     """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn").
 
-    Frequencies with more than `fast_turns` turns in the original context are unchanged.
-    Frequencies with fewer than `slow_turns` turns are divided by `factor`.
+    Frequencies with more than `fast_turns` turns in the original context are unchanged. With fewer
+    than `slow_turns` turns, they are divided by `factor`.
 
     Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)², and
     cosines and sines by s(angle_scale) / s(score_scale).
@@ -141,8 +141,8 @@ RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator
 class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the indexer's `top_k` best tokens.
 
-    `types`: one value per layer. A "full" layer has an indexer. A "shared" layer uses the choice of
-    the layer before it (GLM-5.1). Null: all layers are "full".
+    `types`: one value per layer. A "full" layer has an indexer. A "shared" layer uses the previous
+    layer's choice (GLM-5.1). Null: all layers are "full".
     """
 
     num_heads: PositiveInt
@@ -185,8 +185,8 @@ class Model(Record):
     - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "kimi_k2": DeepSeek-V3 without groups of
       experts. "hugging_face": any causal LM of transformers, with its `config.json` as `hf_config`.
     - `num_mtp_layers`: untrained layers for multi-token prediction. Exports copy them from `init`.
-    - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
-      "feed_forward". Routers, LM head, embedding and norms never use FP8.
+    - `fp8`: layers that trainer and engines compute in block-scaled FP8. "feed_forward" includes
+      shared experts. Routers, LM head, embedding and norms never use FP8.
     """
 
     family: Family

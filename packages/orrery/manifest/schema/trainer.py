@@ -20,7 +20,7 @@ from orrery.manifest.schema.model import (
 )
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-# Host bytes per trained parameter in elastic training, in float32
+# Host bytes of float32 values per trained parameter in elastic training
 OUTER_BYTES = 8  # weight at the start of a round (see `Elastic`), and outer momentum
 HOST_BYTES = 12  # OUTER_BYTES, and the weight's change Δ
 FEEDBACK_BYTES = 8  # codec errors of the last and current exchange
@@ -32,12 +32,12 @@ class Mesh(Record):
     - dp_shard · cp ranks shard the weights. A context-parallel (cp) group shards each document.
     - `ep`: ranks that share the experts. It divides dp_shard · cp.
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
-      around a ring. "dsa": ranks gather the keys of latent attention (`model.mla`). "ring" and
-      "dsa" assign tokens to ranks in zig-zag order.
-    - `ep_chunks`: chunks of a rank's tokens. With ep_backend "torch", a chunk travels between ranks
-      while the experts compute another.
+      around a ring. "dsa": ranks gather latent attention's keys (`model.mla`). "ring" and "dsa"
+      assign tokens to ranks in zig-zag order.
+    - `ep_chunks`: number of chunks of a rank's tokens. With ep_backend "torch", ranks exchange a
+      chunk while the experts compute another.
     - `deepep_num_sms`: streaming multiprocessors for DeepEP. Null: DeepEP's default.
-    - `deepep_token_chunk_size`: maximum tokens of a rank in one exchange. Null: all tokens.
+    - `deepep_token_chunk_size`: maximum tokens of a rank per exchange. Null: all.
     """
 
     dp_replicate: Count
@@ -64,7 +64,7 @@ class Mesh(Record):
 
     @property
     def sample_multiple(self) -> int:
-        """Return the multiple of tokens to which samples are padded."""
+        """Return n, if samples are padded to multiples of n tokens."""
         return 2 * self.cp if self.cp > 1 and self.cp_style != "ulysses" else 1
 
     def data_rank(self, rank: int) -> int:
@@ -76,7 +76,7 @@ class Fsdp(Record):
 
     `reshard_after_forward`: free gathered weights until the backward pass.
 
-    `reduce_gradients` "step": accumulate unsharded gradients, and reduce once a step.
+    `reduce_gradients` "step": accumulate unsharded gradients, and reduce them once a step.
     "micro_batch": reduce gradients into shards after each micro-batch.
 
     `cpu_offload`: keep weights, gradients and optimizer state in host memory, and run the optimizer
@@ -100,7 +100,7 @@ class AdamW(Record):
 class Muon(Record):
     """Muon (Jordan et al. 2024) for matrices of transformer blocks, `rest` for other weights.
 
-    Updates are scaled to the RMS of AdamW's (arXiv 2502.16982), so one learning rate suits both.
+    Updates are scaled to the RMS of AdamW updates (arXiv 2502.16982), so one `lr` suits both.
     """
 
     kind: Literal["muon"]
@@ -218,7 +218,7 @@ RecomputedModule = Literal["norms", "attention_projections", "router", "experts_
 
 
 class ModuleCheckpointing(Record):
-    """Keep all activations, but recompute `modules` in the backward pass.
+    """Recompute `modules` in the backward pass. Keep all other activations.
 
     "attention_projections": queries, keys and values, with their norms and rotary embedding.
     "router": logits and scores of experts. "experts_activation": SwiGLU of routed experts.
@@ -234,7 +234,7 @@ class Memory(Record):
     - `activation_checkpointing_every` n: recompute only in blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
     - `activation_offload_max_in_flight`: maximum blocks with unfinished copies to the host.
-    - `optimizer_offload`: keep optimizer state in pinned host memory, except the share
+    - `optimizer_offload`: keep optimizer state in pinned host memory, except a share
       `optimizer_offload_resident`.
     - `lm_head_chunk_tokens`: maximum tokens with logits in memory.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
@@ -268,8 +268,8 @@ class Memory(Record):
 class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with frozen W.
 
-    `targets`: adapted projections. "feed_forward": dense feed-forward layers and shared experts.
-    "experts": routed experts, with a pair A, B per expert.
+    `targets`: adapted projections. "feed_forward" includes shared experts. "experts" has a pair
+    A, B per routed expert.
     """
 
     rank: PositiveInt
@@ -292,7 +292,7 @@ class Checkpoint(Record):
 
 
 class OuterSgd(Record):
-    """The outer optimizer: SGD with the sites' mean weight change Δ as gradient.
+    """The outer optimizer: SGD with the sites' mean Δ (see `Elastic`) as gradient.
 
     DiLoCo (arXiv 2311.08105) uses lr 0.7, momentum 0.9 and Nesterov momentum.
     """
@@ -303,7 +303,7 @@ class OuterSgd(Record):
 
 
 class Snapshots(Record):
-    """Copies of a site's state in shared memory, for recovery of other sites.
+    """Copies of a site's state in shared memory, from which other sites recover.
 
     `block_bytes`: size of a hashed block.
     """
@@ -318,14 +318,14 @@ class Elastic(Record):
     - Training starts once `min_sites` have joined.
     - A round has `inner_steps` optimizer steps. Then sites exchange Δ = weights at the round's
       start − current weights, encoded by `codec`. `error_feedback` adds codec errors to the next Δ.
-    - `weights` "tokens": weight each Δ by its site's tokens since the last exchange.
+    - `weights` "tokens": weight Δ by the site's tokens since the last exchange.
     - `admission` "closed": sites join only before the first round.
     - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have.
       A late site adds its Δ to the next round.
-    - A site sends heartbeats every `heartbeat_s` / 2. It is dead after `dead_after_s` without them.
+    - A site sends a heartbeat every `heartbeat_s` / 2. It is dead after `dead_after_s` without one.
     - `voters`: maximum sites that run etcd, which stores the log of rounds.
-    - `fragments` F: layer i is in fragment i mod F. Every `inner_steps` / F steps, sites exchange
-      the next fragment (Streaming DiLoCo, arXiv 2501.18512).
+    - `fragments` F: layer i is in fragment i mod F. Sites exchange the next fragment every
+      `inner_steps` / F steps (Streaming DiLoCo, arXiv 2501.18512).
     - `delay_steps`: training steps during an exchange. Then the fragment's weights become
       `delay_merge` · local + (1 − `delay_merge`) · common weights.
     """
@@ -353,7 +353,7 @@ class Elastic(Record):
 
 
 def host_bytes(elastic: Elastic, num_parameters: int, inner_bytes: int) -> int:
-    """Return host bytes for rounds and snapshots of a rank's `num_parameters` trained weights."""
+    """Return a rank's host bytes for rounds and snapshots of `num_parameters` trained weights."""
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     held = HOST_BYTES + FEEDBACK_BYTES * elastic.error_feedback
     snapshots = (elastic.snapshots.keep + 1) * snapshot_bytes(num_parameters, inner_bytes)

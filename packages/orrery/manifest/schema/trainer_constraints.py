@@ -29,7 +29,7 @@ _LATENT = {
     "qk_norm": (False,),
     "moe.score": ("sigmoid",),
 }
-ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family and field
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # family → field → supported values
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3 | _QWEN3_MOE,
     "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
@@ -226,7 +226,6 @@ def trainer_misfits(
 
 
 def recomputable_modules(model: Model) -> list[RecomputedModule]:
-    """Return the modules that `ModuleCheckpointing` may name."""
     if model.family == "hugging_face":
         return []
     has_experts = "experts" in block_parts(model)
